@@ -1,0 +1,447 @@
+// Autograd for every operator of the list: one kernel for the Autograd key and one Node, driven by what the formulas
+// depend on. The Node's apply calls the operator's derivative *operators* through the dispatcher; so double backward,
+// torch.func, compiled autograd and torch.compile see ordinary operators.
+#include <ATen/ops/add.h>
+#include <ATen/ops/empty_strided.h>
+#include <torch/csrc/autograd/VariableTypeUtils.h>
+#include <torch/csrc/autograd/saved_variable.h>
+#include <torch/csrc/dynamo/compiled_autograd.h>
+
+#include "operator.h"
+
+namespace fused_act {
+namespace {
+
+using torch::autograd::edge_list;
+using torch::autograd::Node;
+using torch::autograd::SavedVariable;
+using torch::autograd::variable_list;
+
+// Nodes are held by std::shared_ptr with its own deleter in older PyTorch and by c10::intrusive_ptr in newer; Edge
+// says which. Names that only one of them declares are found by argument-dependent lookup.
+using NodePtr = decltype(torch::autograd::Edge::function);
+
+template <class T, class... A>
+std::shared_ptr<T> make_node(std::shared_ptr<Node>*, A&&... a) {
+  return std::shared_ptr<T>(new T(std::forward<A>(a)...), [](auto* node) { deleteNode(node); });
+}
+template <class T, class... A>
+c10::intrusive_ptr<T> make_node(c10::intrusive_ptr<Node>*, A&&... a) {
+  return c10::make_intrusive<T>(std::forward<A>(a)...);
+}
+
+template <class P>
+auto announce(const P& node, int) -> decltype(fire_node_creation_hooks(node)) {
+  return fire_node_creation_hooks(node);
+}
+template <class P>
+void announce(const P&, long) {}
+
+[[noreturn]] void third_derivative(const Operator& op) {
+  TORCH_CHECK(false, op.label(), ": the third derivative is not implemented; the first and the second are");
+  std::abort();  // not reached
+}
+
+// An input of the call that the derivative formulas may read: saved, or only its shape where no formula reads it.
+struct SavedInput {
+  struct Place {
+    at::Tensor Arguments::*full = nullptr;  // g, x or u; else operand k or its direction
+    int k = -1;
+    bool is_v = false;
+    at::Tensor& in(Arguments& a) const { return full ? a.*full : is_v ? a.v[k] : a.operand[k]; }
+  } place;
+  bool by_value = false;
+  SavedVariable value;
+  std::vector<c10::SymInt> sizes, strides;
+  c10::TensorOptions options;
+
+  void save(const at::Tensor& t, bool is_read) {
+    by_value = is_read;
+    if (by_value) {
+      value = SavedVariable(t, /*is_output=*/false);
+    } else {
+      sizes = t.sym_sizes().vec();
+      strides = t.sym_strides().vec();
+      options = t.options();
+    }
+  }
+  // Where only the shape matters the elements are never read.
+  at::Tensor unpack() const {
+    return by_value ? value.unpack() : at::empty_strided_symint(sizes, strides, options);
+  }
+  template <class F>
+  void visit(F f) {
+    if (by_value) {
+      f(value);
+    } else {
+      f(sizes);
+      f(strides);
+    }
+  }
+};
+
+// The gradients that the Node of a call owes its inputs, from those of its outputs; `needed` says which are asked for.
+// `a` holds what was saved. A free function: compiled autograd runs it without the Node.
+class Derivative {
+ public:
+  Derivative(const Operator& op, Mode mode, const variable_list& grads, const std::vector<bool>& needed)
+      : op_(op), mode_(mode), grads_(grads), needed_(needed) {}
+
+  variable_list of(Arguments a) const {
+    variable_list result(needed_.size());
+    bool any = false;
+    for (const at::Tensor& grad : grads_) any |= grad.defined();
+    if (!any) return result;
+    switch (mode_) {
+      case Mode::forward:
+        forward(a, result);
+        break;
+      case Mode::backward:
+        backward(a, result);
+        break;
+      case Mode::jvp:
+        jvp(a, result);
+        break;
+      case Mode::double_backward:
+        third_derivative(op_);
+    }
+    return result;
+  }
+
+ private:
+  // Inputs x, operands; output y.
+  void forward(Arguments& a, variable_list& result) const {
+    a.g = grads_[0];
+    if (!a.x.defined()) a.x = a.g.detach();
+    std::copy(needed_.begin(), needed_.end(), a.asked);
+    result = call(op_, Mode::backward, a);
+  }
+
+  // Inputs g, x, operands; outputs gx and a gradient for each operand, whose cotangents are the direction.
+  void backward(Arguments& a, variable_list& result) const {
+    a.u = grads_[0];
+    for (int k = 0; k < op_.operands; ++k) a.v[k] = grads_[1 + k];
+    std::copy(needed_.begin(), needed_.end(), a.asked);
+    // With a graph asked for, the gradient of g comes from the operator that can be differentiated again.
+    at::Tensor grad_g;
+    if (needed_[0] && at::GradMode::is_enabled()) {
+      grad_g = call(op_, Mode::jvp, a)[0];
+      a.asked[0] = false;
+    }
+    if (std::count(a.asked, a.asked + needed_.size(), true)) result = call(op_, Mode::double_backward, a);
+    if (grad_g.defined()) result[0] = grad_g;
+  }
+
+  // Inputs x, operands, u, v; output D, whose cotangent stands where g stands.
+  void jvp(Arguments& a, variable_list& result) const {
+    a.g = grads_[0];
+    const auto middle = needed_.begin() + 1 + op_.operands;
+    if (std::count(middle, needed_.end(), true)) {
+      std::copy(middle, needed_.end(), a.asked);
+      const variable_list linear = call(op_, Mode::backward, a);
+      std::copy(linear.begin(), linear.end(), result.begin() + 1 + op_.operands);
+    }
+    if (std::count(needed_.begin(), middle, true)) {
+      a.asked[0] = false;
+      std::copy(needed_.begin(), middle, a.asked + 1);
+      const variable_list curved = call(op_, Mode::double_backward, a);
+      std::copy(curved.begin() + 1, curved.end(), result.begin());
+    }
+  }
+
+  const Operator& op_;
+  const Mode mode_;
+  const variable_list& grads_;
+  const std::vector<bool>& needed_;
+};
+
+struct FusedNode final : Node {
+  const Operator& op;
+  const Mode mode;
+  const Constants constants;
+  std::vector<SavedInput> inputs;
+
+  FusedNode(const Operator& op, Mode mode, const Constants& constants, edge_list&& edges)
+      : Node(std::move(edges)), op(op), mode(mode), constants(constants) {}
+
+  std::string name() const override { return "FusedAct_" + op.name + kModeSuffixes[int(mode)]; }
+
+  // `read` says which inputs the Node will read.
+  void save(const Arguments& a, uint32_t read) {
+    const auto add = [&](SavedInput::Place place, const at::Tensor& t, uint32_t bit) {
+      if (!t.defined()) return;
+      inputs.emplace_back().place = place;
+      inputs.back().save(t, read & bit);
+    };
+    const auto full = [&](at::Tensor Arguments::*slot, uint32_t bit) { add({slot}, a.*slot, bit); };
+    const auto operand = [&](int k) { add({nullptr, k, false}, a.operand[k], input::operand(k)); };
+    const auto direction = [&](int k) { add({nullptr, k, true}, a.v[k], input::v(k)); };
+    inputs.reserve(3 + 2 * op.operands);
+    // In the forward Node grad_output has x's shape, so an x that is not read leaves no trace at all.
+    if (mode != Mode::forward || (read & input::x)) full(&Arguments::x, input::x);
+    if (mode == Mode::backward) full(&Arguments::g, input::g);
+    for (int k = 0; k < op.operands; ++k) operand(k);
+    if (mode == Mode::jvp) {
+      full(&Arguments::u, input::u);
+      for (int k = 0; k < op.operands; ++k) direction(k);
+    }
+  }
+
+  void release_variables() override {
+    for (SavedInput& s : inputs)
+      if (s.by_value) s.value.reset_data();
+  }
+
+  Arguments unpack() const {
+    Arguments a;
+    static_cast<Constants&>(a) = constants;
+    for (const SavedInput& s : inputs) s.place.in(a) = s.unpack();
+    return a;
+  }
+
+  std::vector<bool> needed() const {
+    std::vector<bool> needed(num_outputs());
+    for (size_t n = 0; n < needed.size(); ++n) needed[n] = task_should_compute_output(n);
+    return needed;
+  }
+
+  variable_list apply(variable_list&& grads) override {
+    return Derivative(op, mode, grads, needed()).of(unpack());
+  }
+
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
+    args.collect(op.name);
+    args.collect(int64_t(mode));
+    for (double s : constants.scalars) args.collect(s);
+    args.collect(constants.dim);
+    for (bool asked : constants.asked) args.collect(asked);
+    args.collect(int64_t(inputs.size()));
+    for (const SavedInput& s : inputs) {
+      args.collect(s.by_value);
+      if (s.by_value) {
+        args.collect(s.value, false);
+      } else {
+        args.collect(s.sizes);
+        args.collect(s.strides);
+        args.collect(s.options);
+      }
+    }
+  }
+
+  // While compiled autograd captures, tensors and sizes are proxies: they go in as arguments of a bound function,
+  // which it traces later.
+  variable_list apply_with_saved(const variable_list& grads, torch::dynamo::autograd::SwapSavedVariables& saved) override {
+    namespace compiled = torch::dynamo::autograd;
+    for (SavedInput& s : inputs) s.visit([&](auto& field) { saved.before(field); });
+    compiled::PackedArgs packed;
+    std::vector<at::TypePtr> types;
+    const auto pack = [&](const auto& value) {
+      packed.pack(value);
+      types.push_back(compiled::IValuePacker<std::decay_t<decltype(value)>>::packed_type());
+    };
+    for (const SavedInput& s : inputs) {
+      if (s.by_value) {
+        pack(s.value.unpack());
+      } else {
+        pack(s.sizes);
+        pack(s.strides);
+      }
+    }
+    struct Recipe {
+      SavedInput::Place place;
+      bool by_value;
+      c10::TensorOptions options;
+    };
+    std::vector<Recipe> recipes;
+    for (const SavedInput& s : inputs) recipes.push_back({s.place, s.by_value, s.options});
+    auto function = [&op = op, mode = mode, constants = constants, recipes, needed = needed()](
+                        const variable_list& grads, const std::vector<c10::IValue>& values) {
+      compiled::PackedArgs packed(values);
+      Arguments a;
+      static_cast<Constants&>(a) = constants;
+      for (const Recipe& r : recipes) {
+        if (r.by_value) {
+          r.place.in(a) = packed.unpack<at::Tensor>();
+        } else {
+          const auto sizes = packed.unpack<std::vector<c10::SymInt>>();
+          const auto strides = packed.unpack<std::vector<c10::SymInt>>();
+          r.place.in(a) = at::empty_strided_symint(sizes, strides, r.options);
+        }
+      }
+      return Derivative(op, mode, grads, needed).of(a);
+    };
+    const auto& python = compiled::getPyCompilerInterface();
+    const std::string bound = python->bind_function(saved.get_py_compiler(), name(), function, types,
+                                                    /*is_custom_function=*/true, /*is_traceable=*/true);
+    const c10::IValue metadata = compiled::IValuePacker<std::vector<std::optional<torch::autograd::InputMetadata>>>::pack(
+        compiled::get_input_metadata(next_edges()));
+    variable_list result =
+        python->call_function(saved.get_py_compiler(), "apply_functional", bound, grads, packed.vec(), metadata);
+    for (SavedInput& s : inputs) s.visit([&](auto& field) { saved.after(field); });
+    return result;
+  }
+};
+
+// The differentiable inputs of a call, in the order of the Node's edges.
+std::vector<const at::Tensor*> differentiable(const Operator& op, Mode mode, const Arguments& a) {
+  std::vector<const at::Tensor*> t;
+  t.reserve(4 + 2 * op.operands);
+  if (has_g(mode)) t.push_back(&a.g);
+  t.push_back(&a.x);
+  for (int k = 0; k < op.operands; ++k) t.push_back(&a.operand[k]);
+  if (has_u(mode)) {
+    t.push_back(&a.u);
+    for (int k = 0; k < op.operands; ++k) t.push_back(&a.v[k]);
+  }
+  return t;
+}
+
+// The inputs that the Node will read to give the gradients that can be asked of it.
+uint32_t inputs_read(const Operator& op, Mode mode, const Arguments& a) {
+  const Dependencies& first = op.dependencies[int(Mode::backward)];
+  const Dependencies& second = op.dependencies[int(Mode::double_backward)];
+  uint32_t read = 0;
+  const auto add = [&](const at::Tensor& t, uint32_t inputs) {
+    if (t.defined() && t.requires_grad()) read |= inputs;
+  };
+  if (mode == Mode::forward || mode == Mode::jvp) {
+    const bool linear = mode == Mode::forward;
+    add(linear ? a.x : a.u, first.full[0]);
+    for (int k = 0; k < op.operands; ++k) add(linear ? a.operand[k] : a.v[k], first.operand[k]);
+  }
+  if (mode == Mode::backward || mode == Mode::jvp) {
+    if (mode == Mode::backward) add(a.g, second.full[0]);
+    add(a.x, second.full[1]);
+    for (int k = 0; k < op.operands; ++k) add(a.operand[k], second.operand[k]);
+  }
+  return read;
+}
+
+at::Tensor tangent_of(const at::Tensor& t) { return t.defined() ? t._fw_grad(/*level=*/0) : at::Tensor(); }
+at::Tensor primal_of(const at::Tensor& t) { return tangent_of(t).defined() ? t._fw_primal(/*level=*/0) : t; }
+
+// Forward mode: the tangent of every output.
+std::vector<at::Tensor> tangents(const Operator& op, Mode mode, const Arguments& a) {
+  if (mode == Mode::double_backward) third_derivative(op);
+  Arguments p = a;  // primals
+  p.g = primal_of(a.g);
+  p.x = primal_of(a.x);
+  p.u = primal_of(a.u);
+  Arguments t = p;  // primals, with the tangents of x and the operands as direction
+  t.u = tangent_of(a.x);
+  for (int k = 0; k < op.operands; ++k) {
+    p.operand[k] = t.operand[k] = primal_of(a.operand[k]);
+    p.v[k] = primal_of(a.v[k]);
+    t.v[k] = tangent_of(a.operand[k]);
+  }
+  bool moves = t.u.defined();  // does the point itself move?
+  for (int k = 0; k < op.operands; ++k) moves |= t.v[k].defined();
+  if (mode == Mode::forward) return call(op, Mode::jvp, t);
+
+  std::vector<at::Tensor> result(count_outputs(op, mode));
+  const auto accumulate = [&](size_t n, const at::Tensor& term) {
+    if (term.defined()) result[n] = result[n].defined() ? at::add(result[n], term) : term;
+  };
+  if (mode == Mode::backward) {  // linear in g
+    if (const at::Tensor tg = tangent_of(a.g); tg.defined()) {
+      Arguments linear = p;
+      linear.g = tg;
+      const auto terms = call(op, Mode::backward, linear);
+      for (size_t n = 0; n < result.size(); ++n) accumulate(n, terms[n]);
+    }
+    if (moves) {
+      Arguments second = t;
+      second.asked[0] = false;
+      std::copy(a.asked, a.asked + 1 + op.operands, second.asked + 1);
+      const auto terms = call(op, Mode::double_backward, second);
+      for (size_t n = 0; n < result.size(); ++n) accumulate(n, terms[1 + n]);
+    }
+    return result;
+  }
+  // jvp: linear in (u, v), and curved in the point: sum over inputs of (tangent of the input) * D_input, with
+  // operands spread to x's shape so that nothing is summed over elements.
+  Arguments linear = p;
+  linear.u = tangent_of(a.u);
+  bool any = linear.u.defined();
+  for (int k = 0; k < op.operands; ++k) {
+    linear.v[k] = tangent_of(a.v[k]);
+    any |= linear.v[k].defined();
+  }
+  if (any) accumulate(0, call(op, Mode::jvp, linear)[0]);
+  if (moves) {
+    Arguments second = p;
+    const auto spread = [&](at::Tensor o) {
+      if (!o.defined()) return o;
+      if (o.dim() == 1 && p.x.dim() > 1 && o.sym_numel() != 1) {
+        std::vector<c10::SymInt> shape(p.x.dim(), 1);
+        shape[at::maybe_wrap_dim(p.dim, p.x.dim())] = o.sym_size(0);
+        o = o.reshape_symint(shape);
+      }
+      return o.expand_symint(p.x.sym_sizes());
+    };
+    Arguments tangent = t;
+    for (int k = 0; k < op.operands; ++k) {
+      second.operand[k] = spread(p.operand[k]);
+      second.v[k] = spread(p.v[k]);
+      tangent.v[k] = spread(t.v[k]);
+    }
+    second.dim = 0;
+    for (int n = 0; n < 1 + op.operands; ++n) {
+      const at::Tensor& along = n == 0 ? tangent.u : tangent.v[n - 1];
+      if (!along.defined()) continue;
+      second.g = along.to(p.x.scalar_type());
+      std::fill(second.asked, second.asked + 2 + op.operands, false);
+      second.asked[1 + n] = true;
+      accumulate(0, call(op, Mode::double_backward, second)[1 + n].to(p.x.scalar_type()));
+    }
+  }
+  return result;
+}
+
+void run_autograd(const Operator& op, Mode mode, const c10::OperatorHandle& handle, c10::DispatchKeySet keys,
+                  torch::jit::Stack* stack) {
+  const auto below = [&] {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    handle.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
+  };
+  bool requires_grad = false, has_tangents = false;
+  for (const c10::IValue& value : torch::jit::last(*stack, count_arguments(op, mode))) {
+    if (!value.isTensor()) continue;
+    const at::Tensor& t = value.toTensor();
+    requires_grad |= t.requires_grad();
+    has_tangents |= tangent_of(t).defined();
+  }
+  requires_grad &= at::GradMode::is_enabled();
+  if (!requires_grad && !has_tangents) return below();
+
+  const Arguments a = unpack(op, mode, *stack);
+  decltype(make_node<FusedNode>(static_cast<NodePtr*>(nullptr), op, mode, a, edge_list())) node;
+  if (requires_grad) {
+    edge_list edges;
+    const auto inputs = differentiable(op, mode, a);
+    edges.reserve(inputs.size());
+    for (const at::Tensor* t : inputs)
+      edges.push_back(t->defined() ? torch::autograd::impl::gradient_edge(*t) : torch::autograd::Edge());
+    node = make_node<FusedNode>(static_cast<NodePtr*>(nullptr), op, mode, a, std::move(edges));
+    if (mode != Mode::double_backward) node->save(a, inputs_read(op, mode, a));  // whose Node only raises
+  }
+  below();
+  const int outputs = count_outputs(op, mode);
+  std::vector<at::Tensor> out;
+  for (const c10::IValue& value : torch::jit::last(*stack, outputs)) out.push_back(value.isTensor() ? value.toTensor() : at::Tensor());
+  if (node) {
+    for (const at::Tensor& t : out) torch::autograd::set_history(t, node);
+    announce(NodePtr(node), 0);
+  }
+  if (has_tangents) {
+    const std::vector<at::Tensor> t = tangents(op, mode, a);
+    for (int n = 0; n < outputs; ++n)
+      if (out[n].defined() && t[n].defined()) out[n]._set_fw_grad(t[n], /*level=*/0, /*is_inplace_op=*/false);
+  }
+}
+
+}  // namespace
+
+torch::CppFunction autograd_kernel(const Operator& op, Mode mode) { return BoxedKernel<&run_autograd>::make(op, mode); }
+
+}  // namespace fused_act

@@ -1,0 +1,240 @@
+// Numbers that a step's formula can be evaluated on, and the arithmetic that every one of them has.
+//
+//   float, double        one element, on the host and in CUDA kernels
+//   at::vec::Vectorized  one SIMD register (cpu/vectorized.h)
+//   Dual<N, K>           a value and K tangents: the formula evaluated on it is the formula's derivative
+//   Trace                which inputs a result depends on: says what autograd has to save
+//
+// A formula sees only the functions at the end of this file and the primitives in primitives.h.
+#pragma once
+
+#include <cstdint>
+
+#if defined(__CUDACC__)
+#define FUSED_ACT_FN __host__ __device__ __forceinline__
+#else
+#define FUSED_ACT_FN inline __attribute__((always_inline))
+#endif
+
+namespace fused_act {
+
+// A Python scalar in the compute type. Both forms of dividing by it are kept: eager PyTorch multiplies by the
+// reciprocal on CUDA and divides on the CPU, and the results differ in 8 % of random float32 values.
+template <class C>
+struct Scalar {
+  C value;
+  C reciprocal;
+  FUSED_ACT_FN static constexpr Scalar of(C v) { return {v, C(1) / v}; }
+};
+
+// Arithmetic<N> gives a number type its Compute type (float or double), its Mask type and its operations.
+// The primary template serves float and double; the intrinsics keep nvcc from contracting a product and a sum
+// into an FMA whatever flags it is given (on the host -ffp-contract=off does so).
+template <class N>
+struct Arithmetic {
+  using Compute = N;
+  using Mask = bool;
+
+  FUSED_ACT_FN static N constant(Compute c) { return c; }
+#if defined(__CUDA_ARCH__)
+  FUSED_ACT_FN static float add(float a, float b) { return __fadd_rn(a, b); }
+  FUSED_ACT_FN static float sub(float a, float b) { return __fsub_rn(a, b); }
+  FUSED_ACT_FN static float mul(float a, float b) { return __fmul_rn(a, b); }
+  FUSED_ACT_FN static double add(double a, double b) { return __dadd_rn(a, b); }
+  FUSED_ACT_FN static double sub(double a, double b) { return __dsub_rn(a, b); }
+  FUSED_ACT_FN static double mul(double a, double b) { return __dmul_rn(a, b); }
+  FUSED_ACT_FN static N divide(N a, const Scalar<N>& s) { return mul(a, s.reciprocal); }
+#else
+  FUSED_ACT_FN static N add(N a, N b) { return a + b; }
+  FUSED_ACT_FN static N sub(N a, N b) { return a - b; }
+  FUSED_ACT_FN static N mul(N a, N b) { return a * b; }
+  FUSED_ACT_FN static N divide(N a, const Scalar<N>& s) { return a / s.value; }
+#endif
+  FUSED_ACT_FN static Mask less(N a, N b) { return a < b; }
+  FUSED_ACT_FN static Mask less_equal(N a, N b) { return a <= b; }
+  FUSED_ACT_FN static Mask equal(N a, N b) { return a == b; }
+
+  FUSED_ACT_FN static Mask mask(bool m) { return m; }
+  FUSED_ACT_FN static Mask both(Mask a, Mask b) { return a & b; }
+  FUSED_ACT_FN static Mask either(Mask a, Mask b) { return a | b; }
+  FUSED_ACT_FN static Mask negate(Mask a) { return !a; }
+  FUSED_ACT_FN static N select(Mask m, N a, N b) { return m ? a : b; }
+};
+
+template <class N>
+using compute_t = typename Arithmetic<N>::Compute;
+template <class N>
+using mask_t = typename Arithmetic<N>::Mask;
+
+// A value with K tangents. A tangent that is not `active` is zero because a branch was not taken (relu below 0,
+// clamp outside its bounds) or because the value does not depend on that input; its number is then meaningless and
+// never enters the result. So an infinite gradient at a clamped element gives 0 and not inf * 0 = NaN.
+template <class N, int K>
+struct Dual {
+  N value;
+  N tangent[K];
+  mask_t<N> active[K];
+};
+
+template <class N>
+struct is_dual {
+  static constexpr bool value = false;
+};
+template <class N, int K>
+struct is_dual<Dual<N, K>> {
+  static constexpr bool value = true;
+};
+
+// The undifferentiated value, on which branches are decided.
+template <class N>
+FUSED_ACT_FN N base(const N& x) {
+  return x;
+}
+template <class N, int K>
+FUSED_ACT_FN auto base(const Dual<N, K>& x) {
+  return base(x.value);
+}
+
+template <class N>
+FUSED_ACT_FN N constant(compute_t<N> c) {
+  return Arithmetic<N>::constant(c);
+}
+template <class N>
+FUSED_ACT_FN N add(const N& a, const N& b) {
+  return Arithmetic<N>::add(a, b);
+}
+template <class N>
+FUSED_ACT_FN N sub(const N& a, const N& b) {
+  return Arithmetic<N>::sub(a, b);
+}
+template <class N>
+FUSED_ACT_FN N mul(const N& a, const N& b) {
+  return Arithmetic<N>::mul(a, b);
+}
+template <class N>
+FUSED_ACT_FN N divide(const N& a, const Scalar<compute_t<N>>& s) {
+  return Arithmetic<N>::divide(a, s);
+}
+template <class N>
+FUSED_ACT_FN N select(const mask_t<N>& m, const N& a, const N& b) {
+  return Arithmetic<N>::select(m, a, b);
+}
+template <class N>
+FUSED_ACT_FN N scale(const N& a, compute_t<N> c) {
+  return Arithmetic<N>::mul(a, constant<N>(c));
+}
+template <class N>
+FUSED_ACT_FN N shift(const N& a, compute_t<N> c) {
+  return Arithmetic<N>::add(a, constant<N>(c));
+}
+
+// The sum of two tangents of which either may be inactive.
+template <class N>
+FUSED_ACT_FN void accumulate(N& tangent, mask_t<N>& active, const N& t, const mask_t<N>& t_active) {
+  using A = Arithmetic<N>;
+  const N zero = constant<N>(0);
+  tangent = add(select(active, tangent, zero), select(t_active, t, zero));
+  active = A::either(active, t_active);
+}
+
+template <class N, int K>
+struct Arithmetic<Dual<N, K>> {
+  using A = Arithmetic<N>;
+  using D = Dual<N, K>;
+  using Compute = typename A::Compute;
+  using Mask = typename A::Mask;
+
+  FUSED_ACT_FN static D constant(Compute c) {
+    D r;
+    r.value = A::constant(c);
+    for (int k = 0; k < K; ++k) {
+      r.tangent[k] = A::constant(0);
+      r.active[k] = A::mask(false);
+    }
+    return r;
+  }
+  FUSED_ACT_FN static D add(const D& a, const D& b) {
+    D r = a;
+    r.value = A::add(a.value, b.value);
+    for (int k = 0; k < K; ++k) accumulate(r.tangent[k], r.active[k], b.tangent[k], b.active[k]);
+    return r;
+  }
+  FUSED_ACT_FN static D sub(const D& a, const D& b) { return add(a, scale(b, Compute(-1))); }
+  FUSED_ACT_FN static D mul(const D& a, const D& b) {
+    D r = a;
+    r.value = A::mul(a.value, b.value);
+    for (int k = 0; k < K; ++k) {
+      r.tangent[k] = A::mul(a.tangent[k], b.value);
+      accumulate(r.tangent[k], r.active[k], A::mul(b.tangent[k], a.value), b.active[k]);
+    }
+    return r;
+  }
+  FUSED_ACT_FN static D divide(const D& a, const Scalar<Compute>& s) {
+    D r = a;
+    r.value = A::divide(a.value, s);
+    for (int k = 0; k < K; ++k) r.tangent[k] = A::divide(a.tangent[k], s);
+    return r;
+  }
+  FUSED_ACT_FN static D select(const Mask& m, const D& a, const D& b) {
+    D r;
+    r.value = A::select(m, a.value, b.value);
+    for (int k = 0; k < K; ++k) {
+      r.tangent[k] = A::select(m, a.tangent[k], b.tangent[k]);
+      r.active[k] = A::either(A::both(m, a.active[k]), A::both(A::negate(m), b.active[k]));
+    }
+    return r;
+  }
+
+  FUSED_ACT_FN static Mask mask(bool m) { return A::mask(m); }
+  FUSED_ACT_FN static Mask both(const Mask& a, const Mask& b) { return A::both(a, b); }
+  FUSED_ACT_FN static Mask either(const Mask& a, const Mask& b) { return A::either(a, b); }
+  FUSED_ACT_FN static Mask negate(const Mask& a) { return A::negate(a); }
+};
+
+// Which inputs a number was computed from. `zero` marks a structural zero: what is multiplied by it, or added to
+// it, adds no dependency.
+struct Trace {
+  uint32_t inputs;
+  bool zero;
+};
+
+struct TraceMask {
+  enum State { never, always, sometimes } state;
+  uint32_t inputs;
+};
+
+template <>
+struct Arithmetic<Trace> {
+  using Compute = float;
+  using Mask = TraceMask;
+
+  static Trace constant(float c) { return {0, c == 0}; }
+  static Trace join(Trace a, Trace b) { return {a.inputs | b.inputs, false}; }
+  static Trace add(Trace a, Trace b) { return a.zero ? b : b.zero ? a : join(a, b); }
+  static Trace sub(Trace a, Trace b) { return add(a, b); }
+  static Trace mul(Trace a, Trace b) { return a.zero || b.zero ? constant(0) : join(a, b); }
+  static Trace divide(Trace a, const Scalar<float>&) { return a; }
+  static Mask compare(Trace a, Trace b) { return {TraceMask::sometimes, a.inputs | b.inputs}; }
+  static Mask less(Trace a, Trace b) { return compare(a, b); }
+  static Mask less_equal(Trace a, Trace b) { return compare(a, b); }
+  static Mask equal(Trace a, Trace b) { return compare(a, b); }
+
+  static Mask mask(bool m) { return {m ? TraceMask::always : TraceMask::never, 0}; }
+  static Mask both(Mask a, Mask b) {
+    if (a.state == TraceMask::never || b.state == TraceMask::never) return mask(false);
+    if (a.state == TraceMask::always) return b;
+    if (b.state == TraceMask::always) return a;
+    return {TraceMask::sometimes, a.inputs | b.inputs};
+  }
+  static Mask negate(Mask a) {
+    return a.state == TraceMask::sometimes ? a : mask(a.state == TraceMask::never);
+  }
+  static Mask either(Mask a, Mask b) { return negate(both(negate(a), negate(b))); }
+  static Trace select(Mask m, Trace a, Trace b) {
+    if (m.state != TraceMask::sometimes) return m.state == TraceMask::always ? a : b;
+    if (a.zero && b.zero) return a;
+    return {m.inputs | a.inputs | b.inputs, false};
+  }
+};
+
+}  // namespace fused_act

@@ -1,0 +1,47 @@
+// What a kernel is asked to do, as plain data: the torch side fills a Request, geometry.h reduces its strides.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "calculus.h"
+
+namespace fused_act {
+
+enum class Dtype : int { f16, bf16, f32, f64 };
+
+// Strides are in elements and per dimension of x; a broadcast dimension has stride 0.
+struct Request {
+  struct Tensor {
+    const void* data = nullptr;  // null: not read
+    const int64_t* strides = nullptr;
+  };
+  struct Operand {
+    const void* data = nullptr;  // null: `value` is the operand (a zero-dimensional tensor of another device) or not read
+    Dtype dtype = Dtype::f32;
+    const int64_t* strides = nullptr;
+    double value = 0;
+  };
+  struct OperandGradient {
+    void* data = nullptr;  // null: not asked for
+    Dtype dtype = Dtype::f32;
+    const int64_t* strides = nullptr;
+    int64_t numel = 0;
+  };
+
+  Mode mode = Mode::forward;
+  Dtype dtype = Dtype::f32;  // of x, g, u and the full outputs
+  int ndim = 0;
+  int64_t numel = 0;
+  const int64_t* sizes = nullptr;
+  const int64_t* out_strides = nullptr;  // of every full output: dense, in some order of the dimensions
+  Tensor x, g, u;
+  Operand operand[kMaxOperands], v[kMaxOperands];
+  bool v_present[kMaxOperands] = {};
+  void* out[2] = {};  // null: not asked for
+  OperandGradient operand_gradient[kMaxOperands];
+  int operands = 0;
+  double scalars[kMaxScalars] = {};
+};
+
+}  // namespace fused_act
