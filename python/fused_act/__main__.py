@@ -1,0 +1,27 @@
+"""The command line: `python -m fused_act info` and `python -m fused_act demo`."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from . import demo, info
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m fused_act", description="Fused activation chains for PyTorch.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    command = commands.add_parser("info", help="print versions, devices and SIMD level: what a bug report needs")
+    command.set_defaults(run=info.run)
+
+    # Its extras (scikit-learn, matplotlib, rich) are imported when it runs.
+    command = commands.add_parser("demo", help="compare with eager PyTorch, then train a small net with both")
+    demo.add_arguments(command)
+    command.set_defaults(run=demo.run)
+
+    options = parser.parse_args(arguments)
+    return options.run(options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
