@@ -1,0 +1,21 @@
+"""fused_act: chains of pointwise operations in one kernel, forward and backward, with no compiler at run time.
+
+    import torch, fused_act
+    y = torch.ops.fused_act.relu_bias(x, bias)      # or fused_act.functional.relu_bias, fused_act.nn.ReLUBias
+
+:func:`ops` lists the operators with the expression that each one equals.
+"""
+
+from ._check import check_torch as _check_torch
+
+_check_torch()  # before the library is loaded: with another torch it would fail with an undefined symbol
+
+import torch  # noqa: E402,F401  (the library's symbols resolve against it)
+
+from . import _C, _vmap, functional, nn  # noqa: E402,F401
+from ._build_info import version as __version__  # noqa: E402
+from ._table import Operator, Parameter, ops  # noqa: E402
+
+_vmap.register()
+
+__all__ = ["Operator", "Parameter", "__version__", "functional", "nn", "ops"]

@@ -1,0 +1,90 @@
+"""vmap rules of all dispatcher operators, by one rule: the batch becomes the first dimension of ``x``.
+
+Operands are brought to the number of dimensions of ``x`` first, so that their own batch dimension can stand beside
+it; where the gradient of an operand is returned the operand is spread over the batch, which gives a gradient for
+each sample.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ._table import OPERATORS, Operator
+
+
+def _like_x(t: Tensor, bdim: int | None, batch: int) -> Tensor:
+    return t.expand(batch, *t.shape) if bdim is None else t.movedim(bdim, 0)
+
+
+def _like_operand(t: Tensor, bdim: int | None, batch: int, dims: int, dim: int, spread: bool) -> Tensor:
+    """``t`` as (batch or 1, then ``dims`` dimensions that broadcast to a sample of ``x``)."""
+    t = t.unsqueeze(0) if bdim is None else t.movedim(bdim, 0)
+    own = t.dim() - 1
+    if own == 1 and dims > 1 and t.shape[1] != 1:
+        shape = [1] * dims
+        shape[dim] = t.shape[1]
+        t = t.reshape(t.shape[0], *shape)
+    elif own < dims:
+        t = t.reshape(t.shape[0], *[1] * (dims - own), *t.shape[1:])
+    return t.expand(batch, *t.shape[1:]) if spread else t
+
+
+def _rule(op: Operator, schema: torch._C.FunctionSchema, call):
+    operands = set(op.operands)
+    names = [a.name for a in schema.arguments]
+    defaults = [a.default_value if a.has_default_value() else None for a in schema.arguments]
+    results = [r.name for r in schema.returns]
+    operand_of = {}  # argument or result -> the operand that it is shaped like
+    for name in (*names, *results):
+        for operand in operands:
+            if name in (operand, f"{operand}_tangent", f"grad_grad_{operand}", f"grad_{operand}"):
+                operand_of[name] = operand
+    gradients = any(r in operand_of for r in results)
+
+    def rule(info, in_dims, *args, **kwargs):
+        values = dict(zip(names, defaults)) | dict(zip(names, args)) | kwargs
+        bdims = dict(zip(names, in_dims)) | {name: None for name in kwargs}
+        batch = info.batch_size
+        dims = values["x"].dim() - (bdims["x"] is not None)
+        dim = values.get("dim", 0)
+        if operands and dims and -dims <= dim < dims:
+            dim %= dims
+        elif operands and any(
+            values[o].dim() - (bdims[o] is not None) == 1 and values[o].shape[-1 if bdims[o] in (None, 0) else 0] != 1
+            for o in operands
+        ):
+            raise IndexError(f"fused_act.{op.name}: dim is {dim}, but x has {dims} dimensions")
+        shapes = {}
+        for name in names:
+            value = values[name]
+            if not isinstance(value, Tensor):
+                continue
+            bdim = bdims[name]
+            if name in operand_of:
+                shape = list(value.shape)
+                if bdim is not None:
+                    del shape[bdim]
+                shapes[name] = shape
+                values[name] = _like_operand(value, bdim, batch, dims, dim, spread=gradients)
+            else:
+                values[name] = _like_x(value, bdim, batch)
+        if "dim" in values:
+            values["dim"] = 0  # read only by a one-dimensional operand: that of a batch of numbers
+        out = call(*values.values())
+        if not isinstance(out, tuple):
+            return out, 0
+        out = [
+            t if t is None or name not in operand_of else t.reshape(batch, *shapes[operand_of[name]])
+            for name, t in zip(results, out)
+        ]
+        return tuple(out), tuple(None if t is None else 0 for t in out)
+
+    return rule
+
+
+def register() -> None:
+    for op in OPERATORS:
+        for name in (op.name, *op.derived):
+            overload = getattr(torch.ops.fused_act, name).default
+            torch.library.register_vmap(f"fused_act::{name}", _rule(op, overload._schema, overload))
