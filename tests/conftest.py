@@ -1,0 +1,70 @@
+"""Fixtures shared by all tests: the operator (one per row of the table), the dtype and the device."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))  # oracle.py and cases.py, whatever the import mode
+
+import cases
+
+import fused_act
+
+DTYPE_IDS = {dtype: str(dtype).removeprefix("torch.") for dtype in cases.DTYPES}
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "slow: takes more than about ten seconds (deselect with -m 'not slow')")
+
+
+def dtype_params(dtypes):
+    return [pytest.param(dtype, id=DTYPE_IDS[dtype]) for dtype in dtypes]
+
+
+@pytest.fixture(params=fused_act.ops(), ids=lambda op: op.name)
+def op(request):
+    return request.param
+
+
+@pytest.fixture(params=[op for op in fused_act.ops() if cases.operands(op)], ids=lambda op: op.name)
+def operand_op(request):
+    """An operator that has tensor operands."""
+    return request.param
+
+
+@pytest.fixture(params=dtype_params(cases.DTYPES))
+def dtype(request):
+    return request.param
+
+
+@pytest.fixture(params=dtype_params(cases.HALVES))
+def half(request):
+    return request.param
+
+
+@pytest.fixture(params=dtype_params(cases.WIDES))
+def wide(request):
+    return request.param
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=cases.needs_cuda)])
+def device(request):
+    return torch.device(request.param)
+
+
+@pytest.fixture
+def threads():
+    """Restores the number of threads that a test changes."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def fresh_dynamo():
+    """Compilations are counted, so none may be left over from another test."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()

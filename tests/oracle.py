@@ -1,0 +1,261 @@
+"""What an operator must compute: the expression of the table, run by PyTorch itself.
+
+`reference` runs it eagerly in the tested type on the tested device (float32 and float64 must equal it bit for bit).
+`oracle` runs it in float64 on the CPU, with scalars and operands rounded to the compute type first, which is what
+float16 and bfloat16 are held to. Gradients come from autograd of the same expression, so the conventions at kinks,
+ties and NaN are PyTorch's own; the two exceptions are written down in `clamp` and `Exact`.
+"""
+
+import ast
+import functools
+import re
+
+import torch
+import torch.nn.functional as F
+
+COMPUTE = {
+    torch.float16: torch.float32,
+    torch.bfloat16: torch.float32,
+    torch.float32: torch.float32,
+    torch.float64: torch.float64,
+}
+
+# Functions whose float32 value may differ from eager by a few ulp (CONTRACT, section 1).
+TRANSCENDENTAL = {
+    "exp", "expm1", "log", "log1p", "tanh", "erf", "sigmoid", "logsigmoid", "silu", "gelu", "mish", "softplus",
+    "elu", "selu", "celu", "tanhshrink", "sin", "cos",
+}  # fmt: skip
+
+
+def transcendental(op):
+    return bool(TRANSCENDENTAL & set(re.findall(r"[A-Za-z_]\w*", op.expression)))
+
+
+def constants(op):
+    """The numbers written in the expression: where its kinks are likely to be."""
+    return [n.value for n in ast.walk(ast.parse(op.expression)) if isinstance(n, ast.Constant) and n.value is not None]
+
+
+@functools.cache
+def compiled(expression):
+    *statements, last = ast.parse(expression).body
+    assert isinstance(last, ast.Expr), f"{expression!r} does not end with an expression"
+    return (
+        compile(ast.Module(statements, []), "<table>", "exec"),
+        compile(ast.Expression(last.value), "<table>", "eval"),
+    )
+
+
+def align(operand, x, dim):
+    """A 1-D operand of C elements lies along `dim`; any other broadcasts as in PyTorch."""
+    if operand.dim() != 1 or x.dim() == 0:
+        return operand
+    if operand.numel() == 1:
+        return operand.reshape(())
+    shape = [1] * x.dim()
+    shape[dim] = -1
+    return operand.reshape(shape)
+
+
+def clamp(x, low, high):
+    """torch.clamp with the gradient that CONTRACT gives it, 1 at either bound. PyTorch 2.11 has the same, 2.14 has 0
+    there: the operators do not follow the version of PyTorch. Can be differentiated any number of times."""
+    inside = (x >= low) & (x <= high)
+    return torch.where(inside, x, torch.clamp(x.detach(), low, high))
+
+
+class Exact:
+    """torch.nn.functional, but for hardsigmoid: the derivative of PyTorch's holds 1/6 rounded to float32, also in
+    float64, and has no derivative itself."""
+
+    @staticmethod
+    def hardsigmoid(x):
+        return F.hardtanh(x, -3.0, 3.0) / 6 + 0.5
+
+    def __getattr__(self, name):
+        return getattr(F, name)
+
+
+def evaluate(op, x, params, exact=False):
+    """The expression in eager PyTorch. `params`: keyword arguments of the operator, `dim` included. `exact`: with the
+    gradients of CONTRACT where PyTorch's own are inexact, missing or dependent on its version."""
+    params = dict(params)
+    dim = params.pop("dim", 1)
+    names = {"x": x, "torch": torch, "relu": torch.relu}
+    names.update({"F": Exact(), "clamp": clamp} if exact else {"F": F, "clamp": torch.clamp})
+    names.update({p.name: p.default for p in op.parameters if p.kind == "scalar"})
+    names.update({k: align(v, x, dim) if isinstance(v, torch.Tensor) else v for k, v in params.items()})
+    statements, last = compiled(op.expression)
+    exec(statements, names)
+    return eval(last, names)
+
+
+def rounded(scalar, dtype):
+    return torch.tensor(scalar, dtype=torch.float64).to(dtype).item()
+
+
+def converted(op, params, compute, dtype, device):
+    """Operands and scalars as the operator uses them: rounded to the compute type, then held in `dtype`."""
+    defaults = {p.name: p.default for p in op.parameters if p.kind == "scalar"}
+    result = {}
+    for name, value in {**defaults, **params}.items():
+        if isinstance(value, torch.Tensor):
+            result[name] = value.detach().to(device=device, dtype=compute).to(dtype)
+        else:
+            result[name] = value if name == "dim" else rounded(value, compute)
+    return result
+
+
+def reference(op, x, params):
+    """Eager PyTorch in the compute type of `x`, on the device of `x`. Not rounded to a half type."""
+    compute = COMPUTE[x.dtype]
+    return evaluate(op, x.detach().to(compute), converted(op, params, compute, compute, x.device))
+
+
+def oracle(op, x, params):
+    """The float64 value on the CPU, not yet rounded."""
+    return evaluate(op, x.detach().cpu().double(), converted(op, params, COMPUTE[x.dtype], torch.float64, "cpu"))
+
+
+def gradients(op, x, params, grad_output, double, exact=True):
+    """Autograd's gradients of the expression for x and each operand: in float64 on the CPU, or in the compute type."""
+    compute = COMPUTE[x.dtype]
+    dtype, device = (torch.float64, "cpu") if double else (compute, x.device)
+    params = converted(op, params, compute, dtype, device)
+    inputs = [x.detach().to(device=device, dtype=dtype, copy=True).requires_grad_()]
+    inputs += [v.requires_grad_() for v in params.values() if isinstance(v, torch.Tensor)]
+    out = evaluate(op, inputs[0], params, exact)
+    return torch.autograd.grad(out, inputs, grad_output.detach().to(device=device, dtype=dtype))
+
+
+def oracle_gradients(op, x, params, grad_output):
+    """Gradients in float64. At a NaN the gradient for x is the one that eager gives for a one-element tensor."""
+    grad_x, *rest = gradients(op, x, params, grad_output, double=True)
+    where = x.detach().cpu().isnan()
+    if where.any():
+        one = {k: v.detach().reshape(-1)[:1] if isinstance(v, torch.Tensor) else v for k, v in params.items()}
+        one.pop("dim", None)
+        nan = torch.full((1,), float("nan"), dtype=x.dtype)
+        slope = gradients(op, nan, one, torch.ones(1), double=True, exact=False)[0]
+        grad_x[where] = (slope * grad_output.detach().cpu().double())[where] if slope != 0 else 0.0
+    return (grad_x, *rest)
+
+
+def slopes(op, x, params):
+    """df/dx at each element in float64, and the same from the compute type (they differ where rounding of an
+    intermediate crosses a kink: x = nextafter(3, 4) has (x + 3) / 6 == 1 in float32)."""
+    ones = torch.ones(x.shape, dtype=torch.float64)
+    exact = oracle_gradients(op, x, params, ones)[0]
+    computed = gradients(op, x, params, ones.to(x.device), double=False)[0].cpu().double()
+    return exact, torch.where(x.detach().cpu().isnan(), exact, computed)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Comparing
+
+
+def ulp(value, dtype):
+    """Spacing of `dtype` at the float64 `value`."""
+    info = torch.finfo(dtype)
+    exponent = torch.frexp(value.abs().clamp(info.tiny, info.max)).exponent - 1
+    return torch.ldexp(torch.full_like(value, info.eps), exponent)
+
+
+def ordered(t):
+    """Bits of a 16-bit type as integers in the order of the values, so that neighbours differ by one."""
+    bits = t.view(torch.int16).int()
+    return torch.where(bits < 0, -(bits & 0x7FFF), bits)
+
+
+def same(actual, expected):
+    return (actual == expected) | (actual.isnan() & expected.isnan())
+
+
+def report(ok, **tensors):
+    """AssertionError that shows the first elements where `ok` is false."""
+    if ok.all():
+        return
+    index = (~ok).nonzero()[:5]
+    rows = [f"{(~ok).sum().item()} of {ok.numel()} elements are wrong; the first:"]
+    for i in map(tuple, index.tolist()):
+        rows.append(f"  {i}: " + ", ".join(f"{k} = {t.expand(ok.shape)[i].item()!r}" for k, t in tensors.items()))
+    raise AssertionError("\n".join(rows))
+
+
+def assert_same(actual, expected, **shown):
+    """Equal in shape and dtype, and element by element with ==, where NaN equals NaN and -0.0 equals 0.0."""
+    assert actual.shape == expected.shape, (actual.shape, expected.shape)
+    assert actual.dtype == expected.dtype, (actual.dtype, expected.dtype)
+    actual, expected = actual.detach().cpu(), expected.detach().cpu()
+    report(same(actual, expected), actual=actual, expected=expected, **{k: t.cpu() for k, t in shown.items()})
+
+
+def assert_half_value(op, actual, x, params):
+    """Within 1 ulp of the float64 value rounded once, and within 0.51 ulp of it for 99.9 % of the elements."""
+    dtype, actual = x.dtype, actual.cpu()
+    exact = oracle(op, x, params)
+    # Where an intermediate overflows the compute type (a bfloat16 near 3e38 divided by 0.3), that is the answer.
+    in_float32 = reference(op, x, params).cpu().double()
+    exact = torch.where(in_float32.isfinite() | exact.isnan(), exact, in_float32)
+    expected = exact.to(dtype)
+    ok = (actual.isnan() & expected.isnan()) | (
+        ~actual.isnan() & ~expected.isnan() & ((ordered(actual) - ordered(expected)).abs() <= 1)
+    )
+    report(ok, actual=actual, expected=expected, x=x.cpu())
+    if not actual.numel():
+        return
+    error = (actual.double() - exact).abs() / ulp(exact, dtype)
+    near = (error <= 0.51) | same(actual, expected)
+    assert near.double().mean() >= 0.999, f"within 0.51 ulp: {near.double().mean():.5f} of the elements"
+
+
+def assert_value(op, actual, x, params):
+    """`actual` is what CONTRACT section 1 allows for x.dtype."""
+    assert actual.dtype == x.dtype and actual.shape == x.shape
+    actual = actual.detach()
+    if x.dtype in (torch.float16, torch.bfloat16):
+        assert_half_value(op, actual, x.detach(), params)
+    elif not transcendental(op):
+        assert_same(actual, reference(op, x, params), x=x.detach())
+    else:
+        exact, got = oracle(op, x, params), actual.cpu().double()
+        limit = 4 * ulp(exact, x.dtype) + 1e-37 if x.dtype == torch.float32 else 1e-14 * exact.abs() + 1e-300
+        report(
+            same(got, exact.to(x.dtype).double()) | ((got - exact).abs() <= limit), actual=got, exact=exact, x=x.cpu()
+        )
+
+
+def within(actual, expected, scale, dtype, eps_multiple=4.0, compute=None):
+    """|actual - expected| <= eps_multiple eps of the compute type * scale, then one rounding to dtype."""
+    compute = torch.finfo(compute or COMPUTE[dtype])
+    limit = eps_multiple * compute.eps * scale + 4 * compute.smallest_normal * compute.eps
+    if torch.finfo(dtype).eps > compute.eps:
+        limit = limit + 0.5 * ulp(expected, dtype) * (1 + 2**-10)  # the limit itself moves the rounded value
+    close = ((actual - expected).abs() <= limit) & limit.isfinite()  # an infinite incoming gradient excuses nothing
+    return close | same(actual, expected.to(dtype).double())
+
+
+def assert_gradient(op, actual, x, params, grad_output):
+    """The gradient for x is go * f'(x) to 4 eps of the compute type times |go| max(1, |f'|), rounded once."""
+    assert actual.dtype == x.dtype and actual.shape == x.shape
+    dtype, actual = x.dtype, actual.detach().cpu().double()
+    go = grad_output.detach().cpu().double()
+    exact, computed = slopes(op, x, params)
+    expected = oracle_gradients(op, x, params, grad_output)[0]
+    ok = within(actual, expected, go.abs() * exact.abs().clamp(min=1), dtype)
+    crossed = ~same(exact, computed) & ((exact - computed).abs() > 1e-3) & go.isfinite()
+    assert crossed.double().mean() < 0.03, "float32 and float64 autograd differ too often for this to be rounding"
+    ok |= crossed & within(actual, go * computed, go.abs() * computed.abs().clamp(min=1), dtype)
+    report(ok, actual=actual, expected=expected, x=x.detach().cpu(), go=go)
+
+
+def assert_operand_gradient(actual, expected, magnitude, operand, x):
+    """`actual` is the sum `expected` in the compute type of x, given the sum `magnitude` of the absolute values of its
+    terms, rounded once to the operand's dtype."""
+    assert actual.dtype == operand.dtype, (actual.dtype, operand.dtype)
+    assert actual.shape == operand.shape, (actual.shape, operand.shape)
+    assert actual.stride() == torch.empty_like(operand).stride()
+    assert actual.device == operand.device
+    actual = actual.detach().cpu().double()
+    ok = within(actual, expected, magnitude, operand.dtype, eps_multiple=16.0, compute=COMPUTE[x.dtype])
+    report(ok, actual=actual, expected=expected, magnitude=magnitude)

@@ -1,0 +1,317 @@
+"""What exists only on a GPU (CONTRACT, section 4): streams, graphs, devices. Values and gradients on the GPU are in
+the other files, whose `device` fixture runs them there too."""
+
+import contextlib
+import re
+
+import cases
+import oracle
+import pytest
+import torch
+from cases import call, tracked
+from oracle import assert_same
+
+pytestmark = cases.needs_cuda
+
+CUDA = torch.device("cuda")
+SHAPE = (64, 32, 33, 17)
+
+
+def arguments(op, dtype=torch.float32, shape=SHAPE, device=CUDA):
+    x = cases.filled(shape, dtype, op).to(device)
+    return x, cases.make_params(op, shape, dtype, device), cases.filled(shape, dtype, seed=2).to(device)
+
+
+def forward_backward(op, x, params, go):
+    leaf, own, leaves = tracked(x, params)
+    y = call(op, leaf, own)
+    return [y.detach(), *torch.autograd.grad(y, leaves, go)]
+
+
+@contextlib.contextmanager
+def no_synchronisation():
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_no_synchronisation(op, dtype):
+    x, params, go = arguments(op, dtype)
+    forward_backward(op, x, params, go)
+    with no_synchronisation():
+        forward_backward(op, x, params, go)
+
+
+def test_runs_on_the_current_stream(op):
+    """Work queued before on that stream is seen; on any other stream the kernel would read x too early."""
+    x, params, go = arguments(op)
+    expected = forward_backward(op, x, params, go)
+    late_x, late_go = torch.full_like(x, 7.0), torch.full_like(go, 7.0)
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)  # about 30 ms
+        late_x.copy_(x)
+        late_go.copy_(go)
+        actual = forward_backward(op, late_x, params, late_go)
+    stream.synchronize()
+    for a, b in zip(actual, expected):
+        assert_same(a, b)
+
+
+def test_other_streams_do_not_wait(op):
+    """A kernel on a side stream must not queue on the default one."""
+    x, params, _ = arguments(op)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        first = call(op, x, params)  # leaves memory for the next output in this stream's pool
+    torch.cuda.synchronize()
+    del first
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(200_000_000)
+        call(op, x, params)
+    done = torch.cuda.Event()
+    done.record(torch.cuda.default_stream())
+    done.synchronize()
+    assert not stream.query(), (
+        "the default stream waited for the side stream, or the side stream did not run the kernel"
+    )
+    torch.cuda.synchronize()
+
+
+def test_two_streams_at_once(op):
+    """Reductions on two streams must not share scratch memory."""
+    x, params, go = arguments(op)
+    inputs = [(x, go), (-x, go * 0.5)]
+    expected = [forward_backward(op, a, params, g) for a, g in inputs]
+    streams = [torch.cuda.Stream() for _ in inputs]
+    torch.cuda.synchronize()
+    results = [[], []]
+    for _ in range(20):
+        for k, (a, g) in enumerate(inputs):
+            with torch.cuda.stream(streams[k]):
+                results[k].append(forward_backward(op, a, params, g))
+    torch.cuda.synchronize()
+    for got, want in zip(results, expected):
+        for run in got:
+            for a, b in zip(run, want):
+                assert_same(a, b)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last", "step_all"])
+def test_graph_capture_forward(op, dtype, layout):
+    x, params, _ = arguments(op, dtype)
+    static = cases.LAYOUTS[layout](x)
+    warm_up(lambda: call(op, static, params))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = call(op, static, params)
+    for k in range(3):
+        static.copy_(cases.filled(SHAPE, dtype, op, seed=10 + k).to(CUDA))
+        graph.replay()
+        assert_same(y, call(op, static, params))
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+def test_graph_capture_forward_and_backward(op, dtype, layout):
+    x, params, go = arguments(op, dtype)
+    static, static_go = cases.LAYOUTS[layout](x), cases.LAYOUTS[layout](go)
+    leaf, own, leaves = tracked(static, params)
+
+    def step():
+        y = call(op, leaf, own)
+        return [y, *torch.autograd.grad(y, leaves, static_go)]
+
+    warm_up(step)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for k in range(3):
+        with torch.no_grad():
+            static.copy_(cases.filled(SHAPE, dtype, op, seed=10 + k).to(CUDA))
+            static_go.copy_(cases.filled(SHAPE, dtype, seed=20 + k).to(CUDA))
+        graph.replay()
+        for a, b in zip(captured, forward_backward(op, static, params, static_go)):
+            assert_same(a, b)
+
+
+def test_graph_capture_of_double_backward_and_jvp(op):
+    x, params, go = arguments(op, shape=(8, 6, 5))
+    t = torch.ones_like(x)
+
+    def step():
+        leaf = x.detach().requires_grad_()
+        (first,) = torch.autograd.grad(call(op, leaf, params), leaf, go.requires_grad_(), create_graph=True)
+        second = torch.autograd.grad(first, go, t)[0]
+        return second, torch.func.jvp(lambda v: call(op, v, params), (x,), (t,))[1]
+
+    warm_up(step)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    graph.replay()
+    for a, b in zip(captured, step()):
+        assert_same(a.detach(), b.detach())
+
+
+def warm_up(function):
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            function()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+
+
+def test_allocates_only_results(op):
+    """Forward: the output. Backward: the gradients and a little scratch for the sums. No intermediate tensor."""
+    x, params, go = arguments(op)
+    leaf, own, leaves = tracked(x, params)
+    call(op, leaf, own)
+    torch.cuda.synchronize()
+
+    def peak(function):  # in requested bytes: blocks of the allocator may be larger
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_stats()["requested_bytes.all.current"]
+        kept = function()
+        return torch.cuda.memory_stats()["requested_bytes.all.peak"] - before, kept
+
+    size = x.numel() * x.element_size()
+    used, y = peak(lambda: call(op, leaf, own))
+    assert used == size
+    used, _ = peak(lambda: torch.autograd.grad(y, leaves, go))
+    assert used <= size * 1.05 + 2**16
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Devices
+
+
+two_devices = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+
+
+@two_devices
+def test_device_of_the_tensor_is_used_and_restored(op, dtype):
+    x, params, go = arguments(op, dtype)
+    expected = forward_backward(op, x, params, go)
+    other = torch.device("cuda", 1)
+    with torch.cuda.device(0):
+        moved = cases.with_operands(params, lambda t: t.to(other))
+        actual = forward_backward(op, x.to(other), moved, go.to(other))
+        assert torch.cuda.current_device() == 0
+    for a, b in zip(actual, expected):
+        assert a.device == other
+        assert_same(a, b)
+
+
+@two_devices
+def test_stream_of_the_other_device(op):
+    x, params, go = arguments(op, device=torch.device("cuda", 1))
+    expected = forward_backward(op, x, params, go)
+    late = torch.full_like(x, 7.0)
+    stream = torch.cuda.Stream(device=1)
+    torch.cuda.synchronize(1)
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)
+        late.copy_(x)
+        y = call(op, late, params)
+    with torch.cuda.device(0):
+        stream.synchronize()
+    assert_same(y, expected[0])
+
+
+@two_devices
+def test_operand_on_another_gpu(operand_op):
+    x, params, _ = arguments(operand_op, shape=(3, 5, 4))
+    moved = cases.with_operands(params, lambda t: t.to("cuda:1"))
+    with pytest.raises(RuntimeError, match=f"fused_act.{operand_op.name}: ") as error:
+        call(operand_op, x, moved)
+    assert "cuda:0" in str(error.value) and "cuda:1" in str(error.value)
+    assert_same(call(operand_op, x, params), call(operand_op, x, params))
+
+
+def test_operand_on_another_device(operand_op):
+    """Both devices are named, and the context stays usable."""
+    x, params, go = arguments(operand_op, shape=(3, 5, 4))
+    on_cpu = cases.with_operands(params, lambda t: t.cpu())
+    for bad_x, bad_params in ((x, on_cpu), (x.cpu(), params)):
+        with pytest.raises(RuntimeError, match=f"fused_act.{operand_op.name}: ") as error:
+            call(operand_op, bad_x, bad_params)
+        assert re.search(r"cuda:\d", str(error.value)) and "cpu" in str(error.value)
+    oracle.assert_value(operand_op, call(operand_op, x, params), x, params)
+    torch.cuda.synchronize()
+
+
+def test_incoming_gradient_on_another_device(op):
+    x, params, go = arguments(op, shape=(3, 5, 4))
+    with pytest.raises(RuntimeError, match=f"fused_act.{op.name}") as error:
+        cases.backward(op, go.cpu(), x, params)
+    assert re.search(r"cuda:\d", str(error.value)) and "cpu" in str(error.value)
+
+
+def test_zero_dimensional_cpu_operand(operand_op, dtype):
+    """Accepted as a scalar, as in eager; its gradient lies where the operand lies."""
+    x, _, go = arguments(operand_op, dtype, (6, 5, 4))
+    for operand_dtype in cases.DTYPES:
+        params = dict(cases.some_scalars(operand_op))
+        params |= {n: torch.tensor(0.3, dtype=operand_dtype) for n in cases.operands(operand_op)}
+        oracle.assert_value(operand_op, call(operand_op, x, params), x, params)
+        on_gpu = cases.with_operands(params, lambda t: t.cuda())
+        actual, expected = forward_backward(operand_op, x, params, go), forward_backward(operand_op, x, on_gpu, go)
+        for a, b in zip(actual, expected):
+            assert_same(a.cpu(), b.cpu())
+        assert all(g.device.type == "cpu" for g in actual[2:])
+
+
+def test_zero_dimensional_x_on_the_cpu_with_a_cuda_operand(operand_op):
+    """Eager moves such an x to the GPU; here it is that or an error that names both, never a wrong read."""
+    params = dict(cases.some_scalars(operand_op))
+    params |= {n: torch.tensor(0.3, device=CUDA) for n in cases.operands(operand_op)}
+    x = torch.tensor(0.5)
+    try:
+        y = call(operand_op, x, params)
+    except RuntimeError as error:
+        assert str(error).startswith(f"fused_act.{operand_op.name}: ")
+        assert "cpu" in str(error) and "cuda" in str(error)
+    else:
+        assert_same(y.cpu(), call(operand_op, x, cases.with_operands(params, lambda t: t.cpu())))
+
+
+def test_context_is_usable_after_every_error(op):
+    x, params, go = arguments(op, shape=(3, 5, 4))
+    for bad in (lambda: call(op, x.long(), params), lambda: call(op, x, {**params, "nonsense": 1})):
+        with pytest.raises((TypeError, RuntimeError)):
+            bad()
+    forward_backward(op, x, params, go)
+    torch.cuda.synchronize()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# CPU and GPU
+
+
+def test_gpu_and_cpu_agree(op, dtype):
+    """Not to the bit (a division by a scalar is a multiplication on the GPU, as in eager), but closely."""
+    _, params, go = arguments(op, dtype, (8, 6, 5, 7))
+    x = cases.filled(go.shape, dtype).to(CUDA)  # no neighbours of kinks, which rounding puts on either side
+    on_cpu = forward_backward(op, x.cpu(), cases.with_operands(params, lambda t: t.cpu()), go.cpu())
+    tolerance = 8 * torch.finfo(dtype).eps
+    for a, b in zip(forward_backward(op, x, params, go), on_cpu):
+        torch.testing.assert_close(a.cpu(), b, rtol=tolerance, atol=tolerance * 16)
+
+
+def test_graph_survives_a_backward_in_another_thread(op):
+    """The engine runs backward in its own thread per device; the stream must be the forward's."""
+    x, params, go = arguments(op)
+    expected = forward_backward(op, x, params, go)
+    leaf, own, leaves = tracked(x, params)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        y = call(op, leaf, own)
+    torch.cuda.current_stream().wait_stream(stream)
+    for a, b in zip(torch.autograd.grad(y, leaves, go), expected[1:]):
+        assert_same(a, b)
