@@ -214,12 +214,15 @@ bool is_supported(at::ScalarType t) {
   return t == at::kFloat || t == at::kDouble || t == at::kHalf || t == at::kBFloat16;
 }
 
+std::string dtype_name(const at::Tensor& t) { return std::string(c10::getDtypeNames(t.scalar_type()).first); }
+
 void check_dtype(const Operator& op, const char* name, const at::Tensor& t) {
-  TORCH_CHECK_TYPE(is_supported(t.scalar_type()), op.label(), ": ", name, " has dtype ", t.scalar_type(),
+  TORCH_CHECK_TYPE(is_supported(t.scalar_type()), op.label(), ": ", name, " has dtype ", dtype_name(t),
                    ", but only float16, bfloat16, float32 and float64 are supported");
 }
 
-// Calls f(name, tensor) for each given tensor that must look like x, and g(k, name, tensor) for each operand-like one.
+// Calls like_x(name, tensor) for each given tensor that must look like x, and like_operand(k, is_v, name, tensor) for
+// each operand and each direction of one.
 template <class F, class G>
 void visit(const Operator& op, Mode mode, const Arguments& a, F like_x, G like_operand) {
   if (a.g.defined()) like_x("grad_output", a.g);
@@ -227,8 +230,8 @@ void visit(const Operator& op, Mode mode, const Arguments& a, F like_x, G like_o
   if (a.u.defined()) like_x(jvp ? "x_tangent" : "grad_grad_x", a.u);
   for (int k = 0; k < op.operands; ++k) {
     const std::string& name = op.operand_name(k);
-    like_operand(k, name.c_str(), a.operand[k]);
-    if (a.v[k].defined()) like_operand(k, (jvp ? name + "_tangent" : "grad_grad_" + name).c_str(), a.v[k]);
+    like_operand(k, false, name.c_str(), a.operand[k]);
+    if (a.v[k].defined()) like_operand(k, true, (jvp ? name + "_tangent" : "grad_grad_" + name).c_str(), a.v[k]);
   }
 }
 
@@ -246,14 +249,14 @@ void check_tensors(const Operator& op, Mode mode, const Arguments& a) {
   visit(
       op, mode, a,
       [&](const char* name, const at::Tensor& t) {
-        TORCH_CHECK_TYPE(t.scalar_type() == a.x.scalar_type(), op.label(), ": ", name, " has dtype ", t.scalar_type(),
-                         ", but x has dtype ", a.x.scalar_type());
+        TORCH_CHECK_TYPE(t.scalar_type() == a.x.scalar_type(), op.label(), ": ", name, " has dtype ", dtype_name(t),
+                         ", but x has dtype ", dtype_name(a.x));
         TORCH_CHECK(t.device() == a.x.device(), op.label(), ": ", name, " is on ", t.device(), ", but x is on ",
                     a.x.device());
         TORCH_CHECK_VALUE(t.sym_sizes() == a.x.sym_sizes(), op.label(), ": ", name, " has shape ", t.sym_sizes(),
                           ", but x has shape ", a.x.sym_sizes());
       },
-      [&](int k, const char* name, const at::Tensor& t) {
+      [&](int, bool, const char* name, const at::Tensor& t) {
         check_dtype(op, name, t);
         check_device(name, t);
       });
@@ -326,7 +329,7 @@ void run_meta(const Operator& op, Mode mode, const c10::OperatorHandle&, c10::Di
   const Arguments a = unpack(op, mode, *stack);
   check_tensors(op, mode, a);
   visit(op, mode, a, [](const char*, const at::Tensor&) {},
-        [&](int, const char* name, const at::Tensor& t) { place(op, a, name, t); });
+        [&](int, bool, const char* name, const at::Tensor& t) { place(op, a, name, t); });
   push(stack, count_arguments(op, mode), allocate(op, mode, a));
 }
 
@@ -398,9 +401,8 @@ void prepare(const Operator& op, Mode mode, const Arguments& a, Work& work, bool
   };
   int next = 0;
   visit(op, mode, a, [](const char*, const at::Tensor&) {},
-        [&](int k, const char* name, const at::Tensor& t) {
+        [&](int k, bool is_v, const char* name, const at::Tensor& t) {
           const Placement p = place(op, a, name, t);
-          const bool is_v = t.is_same(a.v[k]) && !t.is_same(a.operand[k]);
           operand(is_v ? r.v[k] : r.operand[k], work.alive[next++], t, p, is_v ? input::v(k) : input::operand(k));
         });
   for (int k = 0; k < op.operands; ++k) r.v_present[k] = a.v[k].defined();

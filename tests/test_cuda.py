@@ -298,7 +298,9 @@ def test_gpu_and_cpu_agree(op, dtype):
     _, params, go = arguments(op, dtype, (8, 6, 5, 7))
     x = cases.filled(go.shape, dtype).to(CUDA)  # no neighbours of kinks, which rounding puts on either side
     on_cpu = forward_backward(op, x.cpu(), cases.with_operands(params, lambda t: t.cpu()), go.cpu())
-    tolerance = 8 * torch.finfo(dtype).eps
+    # Eager's float64 hardsigmoid on CUDA holds 1/6 in float32, and the operator's value is eager's.
+    loose = dtype is torch.float64 and "hardsigmoid" in op.expression
+    tolerance = torch.finfo(torch.float32).eps if loose else 8 * torch.finfo(dtype).eps
     for a, b in zip(forward_backward(op, x, params, go), on_cpu):
         torch.testing.assert_close(a.cpu(), b, rtol=tolerance, atol=tolerance * 16)
 

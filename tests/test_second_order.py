@@ -267,3 +267,14 @@ def test_jvp_with_zero_tensor_tangent(op):
     zero = torch._efficientzerotensor(x.shape)
     _, tangent = torch.func.jvp(lambda t: call(op, t * 1.0, params), (x,), (zero,))
     assert (tangent == 0).all()
+
+
+def test_direction_that_is_the_operand_itself(operand_op, device):
+    """A tangent may be the very tensor that it is the tangent of."""
+    x = cases.filled((3, 5, 4), torch.float64).to(device)
+    params = cases.make_params(operand_op, x.shape, torch.float64, device)
+    names = cases.operands(operand_op)
+    same = {f"{name}_tangent": params[name] for name in names}
+    copies = {f"{name}_tangent": params[name].clone() for name in names}
+    jvp = cases.derived(operand_op, "jvp")
+    assert_same(jvp(x, **params, x_tangent=x, **same), jvp(x, **params, x_tangent=x.clone(), **copies))

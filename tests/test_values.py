@@ -42,22 +42,36 @@ def test_bit_identical_to_eager(op, wide, device):
         assert_value(op, call(op, x, params), x, params)
 
 
+def eager_error(op, x, params, exact):
+    """What eager itself is off by on this device, which values that equal it to the bit share: its float64 hardsigmoid
+    on CUDA holds 1/6 in float32."""
+    return (oracle.reference(op, x, params).cpu().double() - exact).abs().nan_to_num()
+
+
 def test_near_the_float64_value(op, wide, device):
     """Independent of eager: a few ulp from float64 where nothing cancels, overflows or underflows."""
     for chosen in cases.scalar_sets(op):
         x = cases.finite_grid(wide, op, chosen)
         params = {**chosen, **{name: torch.tensor([0.25], dtype=wide) for name in cases.operands(op)}}
         exact = oracle.oracle(op, x, params)
-        y = call(op, x.to(device), cases.with_operands(params, lambda t: t.to(device))).cpu().double()
+        on_device = x.to(device), cases.with_operands(params, lambda t: t.to(device))
+        y = call(op, *on_device).cpu().double()
         scale = exact.abs().clamp(min=1.0) * max(1.0, *(abs(s) for s in chosen.values()), 1.0)
-        oracle.report((y - exact).abs() <= 8 * torch.finfo(wide).eps * scale, actual=y, exact=exact, x=x)
+        allowed = (8 * torch.finfo(wide).eps * scale).maximum(eager_error(op, *on_device, exact))
+        oracle.report((y - exact).abs() <= allowed, actual=y, exact=exact, x=x)
 
 
 def test_infinities_as_in_float64(op, dtype, device):
     for chosen in cases.scalar_sets(op):
         x = torch.tensor([math.inf, -math.inf], dtype=dtype, device=device)
         params = {**chosen, **{name: torch.tensor([0.5], dtype=dtype, device=device) for name in cases.operands(op)}}
-        assert_same(call(op, x, params), oracle.oracle(op, x, params).to(dtype))
+        exact = oracle.oracle(op, x, params)
+        y = call(op, x, params)
+        if dtype is torch.float64 and (eager_error(op, x, params, exact.cpu()) > 0).any():
+            assert_same(y, oracle.reference(op, x, params))
+            torch.testing.assert_close(y.cpu(), exact.cpu(), rtol=1e-7, atol=0)
+        else:
+            assert_same(y, exact.to(dtype))
 
 
 def test_nan_in_nan_out(op, dtype, device):
@@ -249,6 +263,8 @@ def test_independent_of_simd_level():
     script = SIMD_SCRIPT.format(path=[p for p in sys.path if p])
     digests = {}
     for level in levels[: levels.index(best) + 1]:
+        if level == "avx512" and not torch.cpu._is_avx512_supported():
+            continue  # PyTorch itself would stop there with an illegal instruction
         env = {**os.environ, "ATEN_CPU_CAPABILITY": level}
         run = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=300)
         assert run.returncode == 0, (level, run.returncode, run.stderr)

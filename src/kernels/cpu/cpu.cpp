@@ -39,14 +39,12 @@ namespace {
 // 13 buffers of float64 at most in the worst case (four operands, second order); three of float32 in most.
 constexpr int64_t kBlock = 512;
 
-// dst[0, count) = src at the linear indices [begin, begin + count) of the iteration space, converted.
-template <class T, class C>
-void gather(const T* src, const Geometry& geometry, const int64_t* strides, int64_t begin, int64_t count, C* dst) {
-  if (geometry.ndim == 0) {
-    dst[0] = static_cast<C>(*src);
-    return;
-  }
+// Walks the linear indices [begin, begin + count) of the iteration space: calls f(offset, stride, length) for each run
+// of them along the innermost dimension, with the tensor's offset of its first element.
+template <class F>
+void for_each_run(const Geometry& geometry, const int64_t* strides, int64_t begin, int64_t count, F f) {
   const int inner = geometry.ndim - 1;
+  if (inner < 0) return f(int64_t(0), int64_t(0), count);
   int64_t index[kMaxDims], rest = begin, offset = 0;
   for (int d = inner; d >= 0; --d) {
     index[d] = rest % geometry.sizes[d];
@@ -55,19 +53,10 @@ void gather(const T* src, const Geometry& geometry, const int64_t* strides, int6
   }
   while (true) {
     const int64_t run = std::min(count, geometry.sizes[inner] - index[inner]);
-    const T* from = src + offset;
-    const int64_t stride = strides[inner];
-    if (stride == 1) {
-      at::vec::convert(from, dst, run);
-    } else if (stride == 0) {
-      std::fill(dst, dst + run, static_cast<C>(*from));
-    } else {
-      for (int64_t j = 0; j < run; ++j) dst[j] = static_cast<C>(from[j * stride]);
-    }
+    f(offset, strides[inner], run);
     count -= run;
     if (count == 0) return;
-    dst += run;
-    offset += run * stride;
+    offset += run * strides[inner];
     index[inner] += run;
     for (int d = inner; index[d] == geometry.sizes[d] && d > 0; --d) {
       offset += strides[d - 1] - index[d] * strides[d];
@@ -77,49 +66,51 @@ void gather(const T* src, const Geometry& geometry, const int64_t* strides, int6
   }
 }
 
-// The reverse: stores a block to a tensor, or adds it to one. Elements that share an address are added in order.
-template <bool add, class T, class C>
-void scatter(T* dst, const Geometry& geometry, const int64_t* strides, int64_t begin, int64_t count, const C* src) {
-  using Vec = at::vec::Vectorized<C>;
-  int64_t index[kMaxDims], rest = begin, offset = 0;
-  const int inner = geometry.ndim - 1;
-  for (int d = inner; d >= 0; --d) {
-    index[d] = rest % geometry.sizes[d];
-    rest /= geometry.sizes[d];
-    offset += index[d] * strides[d];
-  }
-  while (true) {
-    const int64_t run = inner < 0 ? count : std::min(count, geometry.sizes[inner] - index[inner]);
-    const int64_t stride = inner < 0 ? 0 : strides[inner];
-    T* to = dst + offset;
-    if constexpr (add) {
-      if (stride == 0) {  // a run for one address: lanes first, then one sum of the lanes
-        Vec lanes(C(0));
-        int64_t j = 0;
-        for (; j + Vec::size() <= run; j += Vec::size()) lanes = lanes + Vec::loadu(src + j);
-        C sum[Vec::size()];
-        lanes.store(sum);
-        C total = C(0);
-        for (; j < run; ++j) total += src[j];
-        for (C lane : sum) total += lane;
-        *to += total;
-      } else {
-        for (int64_t j = 0; j < run; ++j) to[j * stride] += src[j];
-      }
+// dst[0, count) = src at the linear indices [begin, begin + count), converted.
+template <class T, class C>
+void gather(const T* src, const Geometry& geometry, const int64_t* strides, int64_t begin, int64_t count, C* dst) {
+  for_each_run(geometry, strides, begin, count, [&](int64_t offset, int64_t stride, int64_t run) {
+    const T* from = src + offset;
+    if (stride == 1) {
+      at::vec::convert(from, dst, run);
+    } else if (stride == 0) {
+      std::fill(dst, dst + run, static_cast<C>(*from));
     } else {
-      for (int64_t j = 0; j < run; ++j) to[j * stride] = static_cast<T>(src[j]);
+      for (int64_t j = 0; j < run; ++j) dst[j] = static_cast<C>(from[j * stride]);
     }
-    count -= run;
-    if (count == 0) return;
+    dst += run;
+  });
+}
+
+// The reverse: a block goes to the elements of a tensor.
+template <class T, class C>
+void scatter(T* dst, const Geometry& geometry, const int64_t* strides, int64_t begin, int64_t count, const C* src) {
+  for_each_run(geometry, strides, begin, count, [&](int64_t offset, int64_t stride, int64_t run) {
+    for (int64_t j = 0; j < run; ++j) dst[offset + j * stride] = static_cast<T>(src[j]);
     src += run;
-    offset += run * stride;
-    index[inner] += run;
-    for (int d = inner; index[d] == geometry.sizes[d] && d > 0; --d) {
-      offset += strides[d - 1] - index[d] * strides[d];
-      index[d] = 0;
-      ++index[d - 1];
+  });
+}
+
+// A block is added to sums that many elements may share, in a fixed order.
+template <class C>
+void add_to(C* sums, const Geometry& geometry, const int64_t* strides, int64_t begin, int64_t count, const C* src) {
+  using Vec = at::vec::Vectorized<C>;
+  for_each_run(geometry, strides, begin, count, [&](int64_t offset, int64_t stride, int64_t run) {
+    if (stride == 0) {  // a run for one sum: lanes first, then one sum of the lanes
+      Vec lanes(C(0));
+      int64_t j = 0;
+      for (; j + Vec::size() <= run; j += Vec::size()) lanes = lanes + Vec::loadu(src + j);
+      C sum[Vec::size()];
+      lanes.store(sum);
+      C total = C(0);
+      for (; j < run; ++j) total += src[j];
+      for (C lane : sum) total += lane;
+      sums[offset] += total;
+    } else {
+      for (int64_t j = 0; j < run; ++j) sums[offset + j * stride] += src[j];
     }
-  }
+    src += run;
+  });
 }
 
 template <class F>
@@ -245,10 +236,10 @@ void run(const Request& r, const Geometry& geometry, const CpuRange& range) {
         if (!to.data) continue;
         const int64_t* strides = geometry.strides[kGradient + k];
         if (range.sums[k]) {
-          scatter<true>(static_cast<C*>(range.sums[k]), geometry, strides, begin, count, pgradient[k]);
+          add_to(static_cast<C*>(range.sums[k]), geometry, strides, begin, count, pgradient[k]);
         } else {  // nothing to sum: every element has its own address
           with_type(to.dtype, [&](auto* type) {
-            scatter<false>(static_cast<decltype(type)>(to.data), geometry, strides, begin, count, pgradient[k]);
+            scatter(static_cast<decltype(type)>(to.data), geometry, strides, begin, count, pgradient[k]);
           });
         }
       }

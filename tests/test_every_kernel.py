@@ -1,0 +1,90 @@
+"""Every CUDA kernel once, in every mode and dtype, against the CPU kernels: short enough for compute-sanitizer.
+
+    compute-sanitizer --tool memcheck python -m pytest tests/test_every_kernel.py      (also racecheck, initcheck)
+"""
+
+import pytest
+import torch
+
+import cases
+
+pytestmark = cases.needs_cuda
+
+# Name of the kernel that the case reaches: (shape, shape of the operands or None for one per channel, layout of x).
+CASES = {
+    "flat": ((3, 5, 7, 9), None, "contiguous"),
+    "flat, channels_last": ((2, 8, 5, 3), None, "channels_last"),
+    "strided": ((3, 5, 7, 9), None, "step"),
+    "strided, unaligned": ((3, 5, 7, 9), None, "offset"),
+    "rows": ((2, 3, 70, 70), None, "contiguous"),
+    "rows, short": ((5, 6, 3, 3), None, "contiguous"),
+    "rows, a plane in pieces": ((1, 2, 300, 200), None, "contiguous"),
+    "rows, one sum": ((4, 6, 50, 50), (1, 1, 1), "contiguous"),
+    "rows, per sample": ((4, 6, 50, 50), (4, 6, 1, 1), "contiguous"),
+    "columns": ((3000, 64), None, "contiguous"),
+    "columns, odd": ((3000, 7), None, "contiguous"),
+    "columns, wide": ((9, 5000), None, "contiguous"),
+    "reduce": ((6, 5, 4, 30), (6, 1, 4, 1), "contiguous"),
+    "reduce, strided": ((6, 5, 40, 30), None, "step"),
+    "full": ((3, 5, 7, 9), (3, 5, 7, 9), "contiguous"),
+    "full, other order": ((3, 5, 7, 9), (3, 5, 7, 9), "channels_last"),
+    "empty": ((0, 5, 7), None, "contiguous"),
+}
+
+
+def arrange(x, layout):
+    if layout == "channels_last":
+        return x.contiguous(memory_format=torch.channels_last)
+    if layout == "step":
+        wide = torch.zeros(*x.shape[:-1], 2 * x.shape[-1], dtype=x.dtype, device=x.device)
+        wide[..., ::2] = x
+        return wide[..., ::2]
+    if layout == "offset":
+        flat = torch.zeros(x.numel() + 1, dtype=x.dtype, device=x.device)
+        flat[1:] = x.reshape(-1)
+        return flat[1:].view(x.shape)
+    return x
+
+
+def results(op, dtype, device, shape, operand_shape, layout):
+    g = torch.Generator().manual_seed(4)
+
+    def make(size):
+        return torch.randint(-64, 65, size, generator=g).div(16).to(dtype).to(device)
+
+    x, go, tangent = (arrange(make(shape), layout) for _ in range(3))
+    scalars = {p.name: 0.5 for p in op.parameters if p.kind == "scalar"}
+    sizes = {p.name: operand_shape or (shape[1],) for p in op.parameters if p.kind == "operand"}
+    operands, directions = ({n: make(size) for n, size in sizes.items()} for _ in range(2))
+    arguments = {"x": x, **scalars, **operands, **({"dim": 1} if operands else {})}
+    mask = {"output_mask": [True] * (1 + len(operands))} if operands else {}
+    ops = torch.ops.fused_act
+    out = [getattr(ops, op.name)(**arguments)]
+    out.append(
+        getattr(ops, f"{op.name}_jvp")(
+            **arguments, x_tangent=tangent, **{f"{n}_tangent": v for n, v in directions.items()}
+        )
+    )
+    back = getattr(ops, f"{op.name}_backward")(go, **arguments, **mask)
+    out += back if operands else [back]
+    out += getattr(ops, f"{op.name}_double_backward")(
+        go,
+        **arguments,
+        grad_grad_x=tangent,
+        **{f"grad_grad_{n}": v for n, v in directions.items()},
+        output_mask=[True] * (2 + len(operands)),
+    )
+    return out
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_kernel(op, dtype, case):
+    on_gpu = results(op, dtype, "cuda", *CASES[case])
+    on_cpu = results(op, dtype, "cpu", *CASES[case])
+    terms = max(1, torch.Size(CASES[case][0]).numel())
+    for a, b in zip(on_gpu, on_cpu, strict=True):
+        assert a.stride() == b.stride() and a.dtype == b.dtype
+        # Values are multiples of 1/16 below 4, so an element is off by a rounding or two, and a sum by those of its
+        # terms.
+        loose = torch.finfo(dtype).eps + torch.finfo(torch.float32).eps * terms**0.5
+        torch.testing.assert_close(a.cpu(), b, rtol=4 * loose, atol=4 * loose * terms**0.5)
