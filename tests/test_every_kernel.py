@@ -3,10 +3,9 @@
     compute-sanitizer --tool memcheck python -m pytest tests/test_every_kernel.py      (also racecheck, initcheck)
 """
 
+import cases
 import pytest
 import torch
-
-import cases
 
 pytestmark = cases.needs_cuda
 
