@@ -241,6 +241,13 @@ bool is_host_scalar(const at::Tensor& x, const at::Tensor& t) {
 }
 
 void check_tensors(const Operator& op, Mode mode, const Arguments& a) {
+  // The dispatcher takes None for a tensor.
+  const auto check_given = [&](const std::string& name, const at::Tensor& t) {
+    TORCH_CHECK_TYPE(t.defined(), op.label(), ": ", name, " is None, but must be a tensor");
+  };
+  if (has_g(mode)) check_given("grad_output", a.g);
+  check_given("x", a.x);
+  for (int k = 0; k < op.operands; ++k) check_given(op.operand_name(k), a.operand[k]);
   check_dtype(op, "x", a.x);
   const auto check_device = [&](const char* name, const at::Tensor& t) {
     TORCH_CHECK(t.device() == a.x.device() || is_host_scalar(a.x, t), op.label(), ": ", name, " is on ", t.device(),
