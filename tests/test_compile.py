@@ -2,6 +2,9 @@
 
 import io
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import cases
 import pytest
@@ -192,23 +195,41 @@ def test_export_decompositions_leave_the_operator(op):
     assert f"fused_act.{op.name}.default" in [str(n.target) for n in program.graph.nodes if n.op == "call_function"]
 
 
+AOT_SCRIPT = """
+import sys; sys.path[:0] = {path!r}
+import torch, cases, test_compile
+device, folder, which = sys.argv[1:]
+plain = torch.nn.Sequential(torch.nn.Conv2d(4, 4, 3), torch.nn.ReLU())
+model = (plain if which == "plain" else test_compile.EveryOperator()).to(device).eval()
+x = cases.operand_values((3, 4, 6, 5), torch.float32).to(device)
+with torch.no_grad():
+    program = torch.export.export(model, (x,), dynamic_shapes=({{0: torch.export.Dim("batch", min=1, max=64)}},))
+    path = torch._inductor.aoti_compile_and_package(program, package_path=f"{{folder}}/{{which}}.pt2")
+    run = torch._inductor.aoti_load_package(path)
+    for n in (3, 8):
+        x = cases.operand_values((n, 4, 6, 5), torch.float32).to(device)
+        torch.testing.assert_close(run(x), model(x))
+"""
+
+
 @pytest.mark.slow
 def test_aot_inductor(device, tmp_path):
-    """Ahead of time, all operators in one package."""
+    """Ahead of time, all operators in one package. In a process of its own: where AOTInductor does not work, loading a
+    package ends the process; a model of PyTorch's own operators tells the two apart."""
     if reason := inductor_reason(device):
         pytest.skip(reason)
     if device.type == "cuda" and not shutil.which("g++"):
         pytest.skip("AOTInductor needs a C++ compiler")
-    model = EveryOperator().to(device).eval()
-    x = cases.operand_values((3, 4, 6, 5), torch.float32).to(device)
-    with torch.no_grad():
-        program = torch.export.export(model, (x,), dynamic_shapes=({0: torch.export.Dim("batch", min=1, max=64)},))
-        path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "model.pt2"))
-        run = torch._inductor.aoti_load_package(path)
-        for n in (3, 8):
-            x = cases.operand_values((n, 4, 6, 5), torch.float32).to(device)
-            for a, b in zip(run(x), model(x), strict=True):
-                torch.testing.assert_close(a, b)
+
+    def run(which):
+        script = AOT_SCRIPT.format(path=[str(Path(__file__).parent), *(p for p in sys.path if p)])
+        command = [sys.executable, "-c", script, device.type, str(tmp_path), which]
+        return subprocess.run(command, capture_output=True, text=True, timeout=600)
+
+    result = run("every operator")
+    if result.returncode != 0 and run("plain").returncode != 0:
+        pytest.skip("AOTInductor fails here for a model of PyTorch's own operators too")
+    assert result.returncode == 0, result.stderr
 
 
 # ---------------------------------------------------------------------------------------------------------------------
