@@ -112,7 +112,8 @@ class Derivative {
   // Inputs x, operands; output y.
   void forward(Arguments& a, variable_list& result) const {
     a.g = grads_[0];
-    if (!a.x.defined()) a.x = a.g.detach();
+    // x was not saved, so it is not read: any tensor of its shape will do, but not one that adds an edge to the graph.
+    if (!a.x.defined()) a.x = a.g.requires_grad() ? a.g.detach() : a.g;
     std::copy(needed_.begin(), needed_.end(), a.asked);
     result = call(op_, Mode::backward, a);
   }
@@ -187,12 +188,15 @@ struct FusedNode final : Node {
     }
   }
 
+  // Two threads may run backward through one graph: what is saved is read and released under the Node's lock.
   void release_variables() override {
+    const std::lock_guard<std::mutex> lock(mutex_);
     for (SavedInput& s : inputs)
       if (s.by_value) s.value.reset_data();
   }
 
-  Arguments unpack() const {
+  Arguments unpack() {
+    const std::lock_guard<std::mutex> lock(mutex_);
     Arguments a;
     static_cast<Constants&>(a) = constants;
     for (const SavedInput& s : inputs) s.place.in(a) = s.unpack();
@@ -372,6 +376,7 @@ std::vector<at::Tensor> tangents(const Operator& op, Mode mode, const Arguments&
     Arguments second = p;
     const auto spread = [&](at::Tensor o) {
       if (!o.defined()) return o;
+      if (o.device() != p.x.device()) o = o.to(p.x.device());  // a number on the CPU
       if (o.dim() == 1 && p.x.dim() > 1 && o.sym_numel() != 1) {
         std::vector<c10::SymInt> shape(p.x.dim(), 1);
         shape[at::maybe_wrap_dim(p.dim, p.x.dim())] = o.sym_size(0);

@@ -279,7 +279,7 @@ struct Placement {
 Placement place(const Operator& op, const Arguments& a, const char* name, const at::Tensor& t) {
   const int64_t dims = a.x.dim();
   Placement p;
-  if (t.dim() == 1 && dims >= 1 && t.sym_size(0) == 1) {
+  if (t.dim() == 1 && dims >= 1 && TORCH_GUARD_OR_FALSE(t.sym_size(0).sym_eq(1))) {
     p.scalar = true;
   } else if (t.dim() == 1 && dims >= 1) {
     TORCH_CHECK_INDEX(a.dim >= -dims && a.dim < dims, op.label(), ": dim is ", a.dim, ", but x has ", dims,
@@ -298,32 +298,27 @@ Placement place(const Operator& op, const Arguments& a, const char* name, const 
   return p;
 }
 
-// torch.empty_like(x), without the dispatcher's round trips where x is dense (1 us of a call's 5).
-at::Tensor empty_like_x(const at::Tensor& x) {
-  if (x.is_cpu() && x.is_non_overlapping_and_dense())
-    return at::detail::empty_strided_cpu(x.sizes(), x.strides(), x.scalar_type());
+// torch.empty_like(t) on `device`. Without the dispatcher's round trips where t is dense (1 us of a call's 5), and with
+// the strides that a real tensor gets where t is a meta tensor: there empty_like differs in dimensions of size 1.
+at::Tensor empty_like_on(const at::Tensor& t, c10::Device device) {
+  if (t.is_meta() || device.is_meta()) {
+    if (t.is_non_overlapping_and_dense())
+      return at::empty_strided_symint(t.sym_sizes(), t.sym_strides(), t.options().device(device));
+  } else if (t.is_non_overlapping_and_dense()) {
+    if (device.is_cpu()) return at::detail::empty_strided_cpu(t.sizes(), t.strides(), t.scalar_type());
 #if defined(FUSED_ACT_WITH_CUDA)
-  if (x.is_cuda() && x.is_non_overlapping_and_dense())
-    return at::detail::empty_strided_cuda(x.sizes(), x.strides(), x.scalar_type(), x.device());
+    if (device.is_cuda()) return at::detail::empty_strided_cuda(t.sizes(), t.strides(), t.scalar_type(), device);
 #endif
-  if (x.is_meta() && x.is_non_overlapping_and_dense())  // what the real tensor gets, in dimensions of size 1 too
-    return at::empty_strided_symint(x.sym_sizes(), x.sym_strides(), x.options());
-  return at::empty_like(x);
+  }
+  return at::empty_like(t, t.options().device(device));
 }
 
 // The outputs, not yet filled in; undefined where not asked for.
 std::vector<at::Tensor> allocate(const Operator& op, Mode mode, const Arguments& a) {
   const int outputs = count_outputs(op, mode), full = outputs - (has_g(mode) ? op.operands : 0);
   std::vector<at::Tensor> out(outputs);
-  for (int n = 0; n < outputs; ++n) {
-    if (!a.asked[n]) continue;
-    if (n < full) {
-      out[n] = empty_like_x(a.x);
-    } else {
-      const at::Tensor& like = a.operand[n - full];
-      out[n] = at::empty_like(like, like.options().device(a.x.device()));
-    }
-  }
+  for (int n = 0; n < outputs; ++n)
+    if (a.asked[n]) out[n] = empty_like_on(n < full ? a.x : a.operand[n - full], a.x.device());
   return out;
 }
 
@@ -352,6 +347,7 @@ struct Work {
   std::vector<at::Tensor> out;
   std::vector<int64_t> strides;  // of operands and their gradients, a row of x.dim() for each
   at::Tensor alive[2 * kMaxOperands];  // operands in a dtype that the kernels read
+  at::Tensor dense[3];                 // copies of x, g and u
 };
 
 int64_t* broadcast_strides(Work& work, const at::Tensor& x, const Placement& p, const at::Tensor& t) {
@@ -424,9 +420,25 @@ void prepare(const Operator& op, Mode mode, const Arguments& a, Work& work, bool
   }
 }
 
-void require_dims(const Operator& op, const Geometry& geometry) {
-  TORCH_CHECK(!geometry.too_many_dims, op.label(), ": more than ", kMaxDims,
-              " dimensions are left after merging those that lie together in memory; make the inputs contiguous");
+// The iteration space. Inputs in other layouts than the outputs can leave more dimensions than the kernels walk: then
+// they are first copied to the outputs' layout.
+Geometry geometry_of(const Operator& op, const Arguments& a, Work& work) {
+  Request& r = work.request;
+  Geometry geometry = make_geometry(r);
+  if (!geometry.too_many_dims) return geometry;
+  const auto copy = [&](Request::Tensor& to, const at::Tensor& t, at::Tensor& alive) {
+    if (!to.data) return;
+    alive = at::empty_strided(t.sizes(), at::IntArrayRef(r.out_strides, r.ndim), t.options());
+    alive.copy_(t);
+    to = {alive.const_data_ptr(), alive.strides().data()};
+  };
+  copy(r.x, a.x, work.dense[0]);
+  copy(r.g, a.g, work.dense[1]);
+  copy(r.u, a.u, work.dense[2]);
+  geometry = make_geometry(r);
+  TORCH_CHECK(!geometry.too_many_dims, op.label(), ": x of shape ", a.x.sizes(), " and its operands leave more than ",
+              kMaxDims, " dimensions after merging those that lie together in memory");
+  return geometry;
 }
 
 // ---- CPU ------------------------------------------------------------------------------------------------------
@@ -473,8 +485,7 @@ void run_cpu(const Operator& op, Mode mode, const c10::OperatorHandle&, c10::Dis
     }
   }
   if (r.numel > 0) {
-    const Geometry geometry = make_geometry(r);
-    require_dims(op, geometry);
+    const Geometry geometry = geometry_of(op, a, work);
     for (int k = 0; k < op.operands; ++k) {
       const Request::OperandGradient& gradient = r.operand_gradient[k];
       if (!gradient.data || gradient.numel == r.numel) continue;
@@ -553,8 +564,7 @@ void run_cuda(const Operator& op, Mode mode, const c10::OperatorHandle&, c10::Di
                       return w->buffers.back().mutable_data_ptr();
                     },
                     &workspace};
-    const Geometry geometry = make_geometry(r);
-    require_dims(op, geometry);
+    const Geometry geometry = geometry_of(op, a, work);
     const char* error = fused_act::run_cuda(op.index, r, geometry, cuda);
     TORCH_CHECK(!error, op.label(), ": CUDA kernel launch failed: ", error);
     for (int k = 0; k < op.operands; ++k)

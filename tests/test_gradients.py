@@ -1,7 +1,9 @@
 """First derivatives (CONTRACT, section 2): kinks, ties, NaN, selection, accuracy, operand sums, what is saved."""
 
+import contextlib
 import gc
 import math
+import threading
 import weakref
 
 import cases
@@ -468,3 +470,47 @@ def test_gradcheck(op, device, chosen_index):
         check_batched_grad=True,
         check_batched_forward_grad=True,
     )
+
+
+def test_gradient_is_finite_where_the_derivative_is(device):
+    """g taken through the chain in forward order, g / divisor * slope, would overflow on the way."""
+    for dtype, big in ((torch.float32, 1e38), (torch.bfloat16, 1e38), (torch.float64, 1e308)):
+        for slope in (0.01, 0.0):
+            x = torch.tensor([-1.0, -2.0], dtype=dtype, device=device, requires_grad=True)
+            y = torch.ops.fused_act.div_leaky_relu(x, 0.1, slope)
+            grad = torch.autograd.grad(y, x, torch.full_like(x, big))[0]
+            expected = torch.full_like(x, big).double() * slope * 10
+            torch.testing.assert_close(grad.double(), expected, rtol=1e-2, atol=0)
+
+
+def test_batched_gradients_of_operands_alone(operand_op, device):
+    """torch.autograd.grad(is_grads_batched=True) runs the Node under vmap's older form, which knows few operators."""
+    x = cases.filled((2, 3, 4), torch.float64).to(device)
+    params = cases.make_params(operand_op, x.shape, torch.float64, device)
+    _, own, leaves = tracked(x, params, x_needs=False)
+    go = torch.stack([cases.filled(x.shape, torch.float64, seed=k) for k in range(3)]).to(device)
+    batched = torch.autograd.grad(call(operand_op, x, own), leaves, go, is_grads_batched=True)
+    single = [torch.autograd.grad(call(operand_op, x, own), leaves, g) for g in go]
+    for n, grads in enumerate(batched):
+        torch.testing.assert_close(grads, torch.stack([s[n] for s in single]))
+
+
+def test_two_threads_in_one_graph(op):
+    """Without retain_graph the later one raises; nothing is read while it is released."""
+    x = cases.filled((20000,), torch.float32).requires_grad_()
+    params = {**cases.some_scalars(op), **{n: torch.ones(()) for n in cases.operands(op)}}
+    for _ in range(30):
+        h = call(op, x * 1.0, params)
+        losses = h.sum(), (h * 2).sum()
+        barrier = threading.Barrier(2)
+
+        def backward(loss, barrier=barrier):
+            barrier.wait()
+            with contextlib.suppress(RuntimeError):  # "backward through the graph a second time"
+                loss.backward()
+
+        workers = [threading.Thread(target=backward, args=(loss,)) for loss in losses]
+        for w in workers:
+            w.start()
+        for w in workers:
+            w.join()

@@ -318,3 +318,29 @@ def test_meta_gradients(op):
     _, own, leaves = tracked(x, params)
     for grad, leaf in zip(torch.autograd.grad(call(op, leaves[0], own).sum(), leaves), leaves):
         assert grad.is_meta and grad.shape == leaf.shape
+
+
+def test_more_dimensions_than_the_kernels_walk(op, device):
+    """20 dimensions of 2, the incoming gradient in an order of its own: it is copied first."""
+    shape = [2] * 20
+    x = cases.filled(shape, torch.float32, op).to(device).requires_grad_()
+    params = {**cases.some_scalars(op), **{n: torch.ones(1, device=device) for n in cases.operands(op)}}
+    order = [*range(0, 20, 2), *range(1, 20, 2)]
+    go = cases.filled(shape, torch.float32, seed=3).to(device).permute(order)
+    y = call(op, x, params)
+    (grad,) = torch.autograd.grad(y, x, go, retain_graph=True)
+    assert_same(grad, torch.autograd.grad(y, x, go.contiguous())[0])
+
+
+def test_meta_strides_of_operand_gradients(operand_op):
+    x = torch.ones(2, 1)
+    for operand in (torch.randn(3)[::3], torch.randn(30).as_strided((1, 1), (9, 7)), torch.randn(2, 3)[:, ::3]):
+        params = {**cases.some_scalars(operand_op), **{n: operand for n in cases.operands(operand_op)}}
+        real = cases.backward(operand_op, x, x, params)
+        meta = cases.backward(
+            operand_op,
+            x.to("meta"),
+            x.to("meta"),
+            cases.with_operands(params, lambda t: t.to("meta").as_strided(t.shape, t.stride())),
+        )
+        assert [t.stride() for t in meta] == [t.stride() for t in real]

@@ -17,8 +17,14 @@ def _like_x(t: Tensor, bdim: int | None, batch: int) -> Tensor:
     return t.expand(batch, *t.shape) if bdim is None else t.movedim(bdim, 0)
 
 
-def _like_operand(t: Tensor, bdim: int | None, batch: int, dims: int, dim: int, spread: bool) -> Tensor:
+def _like_operand(
+    t: Tensor, bdim: int | None, batch: int, dims: int, dim: int, spread: bool, device: torch.device
+) -> Tensor:
     """``t`` as (batch or 1, then ``dims`` dimensions that broadcast to a sample of ``x``)."""
+    if t.dim() == 0 and t.device != device:  # a number on the CPU beside an x on another device
+        if not spread:
+            return t
+        t = t.to(device)
     t = t.unsqueeze(0) if bdim is None else t.movedim(bdim, 0)
     own = t.dim() - 1
     if own == 1 and dims > 1 and t.shape[1] != 1:
@@ -55,6 +61,7 @@ def _rule(op: Operator, schema: torch._C.FunctionSchema, call):
             for o in operands
         ):
             raise IndexError(f"fused_act.{op.name}: dim is {dim}, but x has {dims} dimensions")
+        device = values["x"].device
         shapes = {}
         for name in names:
             value = values[name]
@@ -66,7 +73,7 @@ def _rule(op: Operator, schema: torch._C.FunctionSchema, call):
                 if bdim is not None:
                     del shape[bdim]
                 shapes[name] = shape
-                values[name] = _like_operand(value, bdim, batch, dims, dim, spread=gradients)
+                values[name] = _like_operand(value, bdim, batch, dims, dim, gradients, device)
             else:
                 values[name] = _like_x(value, bdim, batch)
         if "dim" in values:

@@ -8,8 +8,8 @@
 //   double backward  D, g D_x, g D_v: the gradients of             one evaluation on Dual<Dual<N, 1>, 1 + operands>
 //                    u gx + sum v gv with respect to g, x and the operands
 //
-// g is not multiplied in afterwards: it is the tangent that the evaluation starts from, so that a branch that is
-// not taken selects zero whatever g is.
+// g is multiplied in last, once: taken through the chain it could overflow where g f' does not (a division by a small
+// number before a small slope). A derivative whose branch is not taken is inactive and gives zero whatever g is.
 #pragma once
 
 #include <type_traits>
@@ -131,22 +131,27 @@ FUSED_ACT_FN Outputs<N, Op::kOperands> evaluate(const Inputs<N, Op::kOperands>& 
         Outer r;
         r.value = value;
         for (int k = 0; k < 1 + O; ++k) {
-          r.tangent[k] = constant<Inner>(0);
+          r.tangent[k] = constant<Inner>(k == input);
           r.active[k] = A::mask(k == input);
         }
-        r.tangent[input] = lift(Direction{in.g, {constant<N>(0)}, {A::mask(false)}}, in.g);
         return r;
       };
       Outer ox = seed(lift(x, in.x), 0), oo[O > 0 ? O : 1];
       for (int i = 0; i < O; ++i) oo[i] = seed(lift(operand[i], in.operand[i]), 1 + i);
       const Outer y = Op::template apply<Outer>(ox, oo, scalars);
       if constexpr (second) {
+        // The tangent of a derivative that is itself inactive is inactive too.
+        const auto curvature = [&](int k) {
+          const Direction& d = y.tangent[k];
+          return select(A::both(y.active[k], d.active[0]), mul(in.g, d.tangent[0]), constant<N>(0));
+        };
         out.full[0] = tangent_or_zero(y.value, 0);
-        out.full[1] = tangent_or_zero(tangent_or_zero(y, 0), 0);
-        for (int i = 0; i < O; ++i) out.operand[i] = tangent_or_zero(tangent_or_zero(y, 1 + i), 0);
+        out.full[1] = curvature(0);
+        for (int i = 0; i < O; ++i) out.operand[i] = curvature(1 + i);
       } else {
-        out.full[0] = tangent_or_zero(y, 0);
-        for (int i = 0; i < O; ++i) out.operand[i] = tangent_or_zero(y, 1 + i);
+        const auto gradient = [&](int k) { return select(y.active[k], mul(in.g, y.tangent[k]), constant<N>(0)); };
+        out.full[0] = gradient(0);
+        for (int i = 0; i < O; ++i) out.operand[i] = gradient(1 + i);
       }
     }
   }
@@ -161,9 +166,5 @@ namespace ops {
 FUSED_ACT_OPERATORS(FUSED_ACT_DEFINE)
 #undef FUSED_ACT_DEFINE
 }  // namespace ops
-
-#define FUSED_ACT_COUNT(...) +1
-constexpr int kOperators = 0 FUSED_ACT_OPERATORS(FUSED_ACT_COUNT);
-#undef FUSED_ACT_COUNT
 
 }  // namespace fused_act

@@ -104,7 +104,8 @@ class Launcher {
         stores_elsewhere_ |= !beside;
         continue;
       }
-      const bool sums = f.exact && all_flat && (f.channels == 1 || f.stride == 1);
+      // Beyond 2^30 channels a block for each would not fit in a grid.
+      const bool sums = f.exact && all_flat && (f.channels == 1 || f.stride == 1) && f.channels <= (int64_t(1) << 30);
       if (sums && (!fused || (f.channels == main.channels && f.inner == main.inner))) {
         main = f;
         fused = true;
