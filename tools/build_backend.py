@@ -9,7 +9,7 @@ from importlib.metadata import distributions
 
 from setuptools.build_meta import *  # noqa: F403
 
-NO_TORCH_YET = "torch>=2.11,<2.15"  # the versions that the wheels are tested with
+NO_TORCH_YET = "torch>=2.11,<2.16"  # the versions that the wheels are tested with
 
 
 def get_requires_for_build_wheel(config_settings=None):
