@@ -16,7 +16,8 @@ def define(name: str, parameters: list[str], body: list[str], module: dict[str, 
     """Compiles ``def name(parameters): body`` with the ``globals()`` of a module, where TorchDynamo looks names up."""
     source = f"def {name}({', '.join(parameters)}):\n" + "\n".join(f"    {line}" for line in body)
     namespace: dict[str, Any] = {}
-    exec(compile(source, f"<{module['__name__']}>", "exec"), module, namespace)
+    code = compile(source, f"<{module['__name__']}>", "exec", dont_inherit=True)  # annotations as objects, not strings
+    exec(code, module, namespace)
     return namespace[name]
 
 
@@ -27,9 +28,11 @@ def annotated(p: Parameter) -> str:
     return f"{p.name}: float" + ("" if p.default is None else f" = {p.default!r}")
 
 
-def describe_parameters(op: Operator) -> list[str]:
+def describe_parameters(op: Operator, operands: bool = True) -> list[str]:
     lines = []
     for p in op.parameters:
+        if p.kind == "operand" and not operands:
+            continue
         if p.kind == "operand":
             lines.append(
                 f"{p.name}: one value per element of dimension ``dim`` of ``x``, or any shape that broadcasts to "

@@ -34,9 +34,11 @@ class _Pointwise(torch.nn.Module):
 
 def _document(op: Operator) -> str:
     lines = [f"``{op.expression}``: the module of :func:`fused_act.functional.{op.name}`.", ""]
-    described = describe_parameters(op)
+    described = describe_parameters(op, operands=False)
     if op.operands:
-        described = ["num_features: elements of each operand.", *described, "device, dtype: of the operands."]
+        names = ", ".join(f"``{name}``" for name in op.operands)
+        described.insert(0, f"num_features: elements of the parameter {names}.")
+        described.append("device, dtype: of the parameter.")
     if described:
         lines += ["Args:", *(f"    {line}" for line in described)]
     return "\n".join(lines)
