@@ -100,7 +100,9 @@ def test_selection_not_masking(op, dtype, device, go):
         eager = oracle.oracle_gradients(op, x, params, torch.full_like(x, go))[0]
         oracle.report(~masked | (grad == 0) | (eager != 0), grad=grad, x=x.cpu())
         settled = (slope == 0) == (computed == 0)
-        oracle.report(masked | ~settled | oracle.same(grad.double(), eager), grad=grad, eager=eager, x=x.cpu())
+        # Eager multiplies go into the terms of a product rule, inf - inf; the operator multiplies the derivative once.
+        right = oracle.same(grad.double(), eager) | (eager.isnan() & oracle.same(grad.double(), slope.double() * go))
+        oracle.report(masked | ~settled | right, grad=grad, eager=eager, x=x.cpu())
 
 
 def test_selection_for_operands(operand_op, dtype, device):
