@@ -26,6 +26,16 @@ constexpr int kMinVectorsPerThread = 2;
 // double backward would spill.
 constexpr int kReductionResidents = 4;
 constexpr int kReductionUnroll = 2;
+// Blocks of a forward flat_kernel that a multiprocessor holds at once: all that its threads allow.
+#if !defined(__CUDA_ARCH__)
+constexpr int kForwardResidents = 1;
+#elif __CUDA_ARCH__ == 750
+constexpr int kForwardResidents = 1024 / kThreads;
+#elif __CUDA_ARCH__ == 800 || __CUDA_ARCH__ == 900 || __CUDA_ARCH__ / 100 == 10
+constexpr int kForwardResidents = 2048 / kThreads;
+#else
+constexpr int kForwardResidents = 1536 / kThreads;
+#endif
 // Elements that a thread of strided_kernel handles, and that a warp of reduce_kernel sums at least.
 constexpr int kStridedElements = 4;
 constexpr int64_t kWarpElements = 2048;
@@ -215,7 +225,8 @@ __device__ __forceinline__ void load_operands(const Args<Op, T>& a, int64_t i, i
 // ---- kernels --------------------------------------------------------------------------------------------------
 
 template <class Op, class T, Mode mode>
-__global__ void __launch_bounds__(kThreads, mode == Mode::forward ? 8 : 1) flat_kernel(const __grid_constant__ Args<Op, T> a) {
+__global__ void __launch_bounds__(kThreads, mode == Mode::forward ? tuning::kForwardResidents : 1)
+    flat_kernel(const __grid_constant__ Args<Op, T> a) {
   using C = compute_of<T>;
   constexpr int V = Vector<T>::kSize;
   const int64_t i = (int64_t(blockIdx.x) * kThreads + threadIdx.x) * V;
