@@ -243,6 +243,13 @@ def away_from_kinks(op, shape, chosen, device):
 # the expanded ones, which repeat a part of them.
 
 
+def smooth_function(op, chosen, device):
+    """The operator as a function of the tensors that PyTorch's numerical checks vary, and those tensors."""
+    x, params, leaves = tracked(*away_from_kinks(op, (2, 3, 2), chosen, device))
+    names = operands(op)
+    return lambda x, *values: call(op, x, {**params, **dict(zip(names, values))}), leaves
+
+
 def permuted(t, order):
     inverse = [order.index(d) for d in range(t.dim())]
     return t.permute(order).contiguous().permute(inverse)

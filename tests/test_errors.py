@@ -22,6 +22,14 @@ OTHER_DTYPES = {
 }
 
 
+# Where an operator can be called: each has it under its name.
+ENTRY_POINTS = [
+    pytest.param(torch.ops.fused_act, id="dispatcher"),
+    pytest.param(fused_act.functional, id="functional"),
+    pytest.param(fused_act._C, id="pybind"),
+]
+
+
 def named(op, text=""):
     """The message starts with the operator and contains `text` (a regular expression)."""
     return rf"(?s)^fused_act\.{op.name}\w*: .*(?:{text})"
@@ -159,29 +167,19 @@ def test_tangent_of_another_shape(op):
 
 
 @pytest.mark.parametrize("bad", [None, 1.5, [1.0, 2.0], "x"], ids=repr)
-@pytest.mark.parametrize("where", ["dispatcher", "functional", "pybind"])
+@pytest.mark.parametrize("where", ENTRY_POINTS)
 def test_x_that_is_not_a_tensor(op, bad, where):
     _, params = valid(op)
-    function = {
-        "dispatcher": lambda: getattr(torch.ops.fused_act, op.name),
-        "functional": lambda: getattr(fused_act.functional, op.name),
-        "pybind": lambda: getattr(fused_act._C, op.name),
-    }[where]()
     with pytest.raises((TypeError, RuntimeError), match=op.name):
-        function(bad, **params)
+        getattr(where, op.name)(bad, **params)
 
 
-@pytest.mark.parametrize("bad", [1.5, [1.0, 2.0], "x"], ids=repr)
-@pytest.mark.parametrize("where", ["dispatcher", "functional", "pybind"])
+@pytest.mark.parametrize("bad", [None, 1.5, [1.0, 2.0], "x"], ids=repr)
+@pytest.mark.parametrize("where", ENTRY_POINTS)
 def test_operand_that_is_not_a_tensor(operand_op, bad, where):
     x, params = valid(operand_op)
-    function = {
-        "dispatcher": lambda: getattr(torch.ops.fused_act, operand_op.name),
-        "functional": lambda: getattr(fused_act.functional, operand_op.name),
-        "pybind": lambda: getattr(fused_act._C, operand_op.name),
-    }[where]()
     with pytest.raises((TypeError, RuntimeError), match=operand_op.name):
-        function(x, **{**params, cases.operands(operand_op)[0]: bad})
+        getattr(where, operand_op.name)(x, **{**params, cases.operands(operand_op)[0]: bad})
 
 
 def test_missing_and_unknown_arguments(op):

@@ -10,7 +10,7 @@ import cases
 import oracle
 import pytest
 import torch
-from cases import away_from_kinks, call, tracked
+from cases import call, smooth_function, tracked
 from oracle import assert_gradient, assert_operand_gradient, assert_same
 
 import fused_act
@@ -464,11 +464,9 @@ def test_graph_says_its_name(op):
 @pytest.mark.parametrize("chosen_index", [0, -1])
 def test_gradcheck(op, device, chosen_index):
     """First and forward-mode derivatives, batched, with undefined gradients, against finite differences."""
-    x, params = away_from_kinks(op, (2, 3, 2), cases.scalar_sets(op)[chosen_index], device)
-    x, params, leaves = tracked(x, params)
-    names = cases.operands(op)
+    function, leaves = smooth_function(op, cases.scalar_sets(op)[chosen_index], device)
     assert torch.autograd.gradcheck(
-        lambda x, *operands: call(op, x, {**params, **dict(zip(names, operands))}),
+        function,
         leaves,
         check_forward_ad=True,
         check_batched_grad=True,

@@ -5,7 +5,7 @@ import oracle
 import pytest
 import torch
 import torch.autograd.forward_ad as fwad
-from cases import away_from_kinks, call, tracked
+from cases import call, smooth_function, tracked
 from oracle import assert_same
 
 
@@ -127,11 +127,9 @@ def test_double_backward_operator(op, device):
 
 @pytest.mark.parametrize("chosen_index", [0, -1])
 def test_gradgradcheck(op, device, chosen_index):
-    x, params = away_from_kinks(op, (2, 3, 2), cases.scalar_sets(op)[chosen_index], device)
-    x, params, leaves = tracked(x, params)
-    names = cases.operands(op)
+    function, leaves = smooth_function(op, cases.scalar_sets(op)[chosen_index], device)
     assert torch.autograd.gradgradcheck(
-        lambda x, *operands: call(op, x, {**params, **dict(zip(names, operands))}),
+        function,
         leaves,
         check_batched_grad=True,
         check_fwd_over_rev=True,
