@@ -55,10 +55,10 @@ struct SavedInput {
   std::vector<c10::SymInt> sizes, strides;
   c10::TensorOptions options;
 
-  void save(const at::Tensor& t, bool is_read) {
+  void save(const at::Tensor& t, bool is_read, bool is_output = false) {
     by_value = is_read;
     if (by_value) {
-      value = SavedVariable(t, /*is_output=*/false);
+      value = SavedVariable(t, is_output);
     } else {
       sizes = t.sym_sizes().vec();
       strides = t.sym_strides().vec();
@@ -66,8 +66,8 @@ struct SavedInput {
     }
   }
   // Where only the shape matters the elements are never read.
-  at::Tensor unpack() const {
-    return by_value ? value.unpack() : at::empty_strided_symint(sizes, strides, options);
+  at::Tensor unpack(const NodePtr& node) const {
+    return by_value ? value.unpack(node) : at::empty_strided_symint(sizes, strides, options);
   }
   template <class F>
   void visit(F f) {
@@ -167,6 +167,9 @@ struct FusedNode final : Node {
 
   std::string name() const override { return "FusedAct_" + op.name + kModeSuffixes[int(mode)]; }
 
+  // In place x is gone, and the result is saved in its stead: additions before the last step are undone by adding zeros.
+  bool from_output = false;
+
   // `read` says which inputs the Node will read.
   void save(const Arguments& a, uint32_t read) {
     const auto add = [&](SavedInput::Place place, const at::Tensor& t, uint32_t bit) {
@@ -175,15 +178,19 @@ struct FusedNode final : Node {
       inputs.back().save(t, read & bit);
     };
     const auto full = [&](at::Tensor Arguments::*slot, uint32_t bit) { add({slot}, a.*slot, bit); };
-    const auto operand = [&](int k) { add({nullptr, k, false}, a.operand[k], input::operand(k)); };
-    const auto direction = [&](int k) { add({nullptr, k, true}, a.v[k], input::v(k)); };
+    const auto operand = [&](int k) { add({nullptr, k, false}, a.operand[k], input::operand(op.kernel_operand(k))); };
+    const auto direction = [&](int k) { add({nullptr, k, true}, a.v[k], input::v(op.kernel_operand(k))); };
+    const bool packed = op.packing != Packing::none;
+    const uint32_t x_bits = input::x | (packed ? input::operand(0) : 0);
+    const uint32_t u_bits = input::u | (packed ? input::v(0) : 0);
     inputs.reserve(3 + 2 * op.operands);
     // In the forward Node grad_output has x's shape, so an x that is not read leaves no trace at all.
-    if (mode != Mode::forward || (read & input::x)) full(&Arguments::x, input::x);
+    // (Of a packed x the shape follows from that of grad_output too, but not whether its gradient is contiguous.)
+    if (mode != Mode::forward || packed || (read & x_bits)) full(&Arguments::x, x_bits);
     if (mode == Mode::backward) full(&Arguments::g, input::g);
     for (int k = 0; k < op.operands; ++k) operand(k);
     if (mode == Mode::jvp) {
-      full(&Arguments::u, input::u);
+      full(&Arguments::u, u_bits);
       for (int k = 0; k < op.operands; ++k) direction(k);
     }
   }
@@ -199,8 +206,13 @@ struct FusedNode final : Node {
     const std::lock_guard<std::mutex> lock(mutex_);
     Arguments a;
     static_cast<Constants&>(a) = constants;
-    for (const SavedInput& s : inputs) s.place.in(a) = s.unpack();
+    for (const SavedInput& s : inputs) s.place.in(a) = s.unpack(getptr());
+    if (from_output) to_zero(op, a);
     return a;
+  }
+  static void to_zero(const Operator& op, Arguments& a) {
+    for (int k = 0; k < op.operands; ++k)
+      if (a.operand[k].defined()) a.operand[k] = at::zeros_like(a.operand[k]);
   }
 
   std::vector<bool> needed() const {
@@ -216,7 +228,12 @@ struct FusedNode final : Node {
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
     args.collect(op.name);
     args.collect(int64_t(mode));
-    for (double s : constants.scalars) args.collect(s);
+    args.collect(constants.activation);
+    args.collect(from_output);
+    for (const std::optional<double>& s : constants.scalars) {
+      args.collect(s.has_value());
+      args.collect(s.value_or(0));
+    }
     args.collect(constants.dim);
     for (bool asked : constants.asked) args.collect(asked);
     args.collect(int64_t(inputs.size()));
@@ -245,7 +262,7 @@ struct FusedNode final : Node {
     };
     for (const SavedInput& s : inputs) {
       if (s.by_value) {
-        pack(s.value.unpack());
+        pack(s.value.unpack(getptr()));
       } else {
         pack(s.sizes);
         pack(s.strides);
@@ -258,7 +275,8 @@ struct FusedNode final : Node {
     };
     std::vector<Recipe> recipes;
     for (const SavedInput& s : inputs) recipes.push_back({s.place, s.by_value, s.options});
-    auto function = [&op = op, mode = mode, constants = constants, recipes, needed = needed()](
+    auto function = [&op = op, mode = mode, constants = constants, from_output = from_output, recipes,
+                     needed = needed()](
                         const variable_list& grads, const std::vector<c10::IValue>& values) {
       compiled::PackedArgs packed(values);
       Arguments a;
@@ -272,6 +290,7 @@ struct FusedNode final : Node {
           r.place.in(a) = at::empty_strided_symint(sizes, strides, r.options);
         }
       }
+      if (from_output) to_zero(op, a);
       return Derivative(op, mode, grads, needed).of(a);
     };
     const auto& python = compiled::getPyCompilerInterface();
@@ -290,10 +309,10 @@ struct FusedNode final : Node {
 std::vector<const at::Tensor*> differentiable(const Operator& op, Mode mode, const Arguments& a) {
   std::vector<const at::Tensor*> t;
   t.reserve(4 + 2 * op.operands);
-  if (has_g(mode)) t.push_back(&a.g);
+  if (has_operand_gradients(mode)) t.push_back(&a.g);
   t.push_back(&a.x);
   for (int k = 0; k < op.operands; ++k) t.push_back(&a.operand[k]);
-  if (has_u(mode)) {
+  if (has_direction(mode)) {
     t.push_back(&a.u);
     for (int k = 0; k < op.operands; ++k) t.push_back(&a.v[k]);
   }
@@ -302,21 +321,22 @@ std::vector<const at::Tensor*> differentiable(const Operator& op, Mode mode, con
 
 // The inputs that the Node will read to give the gradients that can be asked of it.
 uint32_t inputs_read(const Operator& op, Mode mode, const Arguments& a) {
-  const Dependencies& first = op.dependencies[int(Mode::backward)];
-  const Dependencies& second = op.dependencies[int(Mode::double_backward)];
+  const Dependencies first = dependencies_of(op, Mode::backward, a), second = dependencies_of(op, Mode::double_backward, a);
+  const bool packed = op.packing != Packing::none;
   uint32_t read = 0;
   const auto add = [&](const at::Tensor& t, uint32_t inputs) {
     if (t.defined() && t.requires_grad()) read |= inputs;
   };
+  const auto of_x = [&](const Dependencies& d, int full) { return d.full[full] | (packed ? d.operand[0] : 0); };
   if (mode == Mode::forward || mode == Mode::jvp) {
     const bool linear = mode == Mode::forward;
-    add(linear ? a.x : a.u, first.full[0]);
-    for (int k = 0; k < op.operands; ++k) add(linear ? a.operand[k] : a.v[k], first.operand[k]);
+    add(linear ? a.x : a.u, of_x(first, 0));
+    for (int k = 0; k < op.operands; ++k) add(linear ? a.operand[k] : a.v[k], first.operand[op.kernel_operand(k)]);
   }
   if (mode == Mode::backward || mode == Mode::jvp) {
     if (mode == Mode::backward) add(a.g, second.full[0]);
-    add(a.x, second.full[1]);
-    for (int k = 0; k < op.operands; ++k) add(a.operand[k], second.operand[k]);
+    add(a.x, of_x(second, 1));
+    for (int k = 0; k < op.operands; ++k) add(a.operand[k], second.operand[op.kernel_operand(k)]);
   }
   return read;
 }
@@ -445,8 +465,59 @@ void run_autograd(const Operator& op, Mode mode, const c10::OperatorHandle& hand
   }
 }
 
+void run_in_place_autograd(const Operator& op, Mode mode, const c10::OperatorHandle& handle, c10::DispatchKeySet keys,
+                           torch::jit::Stack* stack) {
+  const Arguments a = unpack(op, mode, *stack);
+  const auto inputs = differentiable(op, mode, a);
+  bool requires_grad = false, has_tangents = false;
+  for (const at::Tensor* t : inputs) {
+    requires_grad |= t->defined() && t->requires_grad();
+    has_tangents |= tangent_of(*t).defined();
+  }
+  requires_grad &= at::GradMode::is_enabled();
+  decltype(make_node<FusedNode>(static_cast<NodePtr*>(nullptr), op, mode, a, edge_list())) node;
+  at::Tensor x = a.x;
+  torch::autograd::check_inplace(x, requires_grad);
+  if (requires_grad) {
+    const Steps steps = steps_of(op, a);
+    // A half-precision result of a sum may have been rounded onto a kink.
+    const bool sums = steps.program.length > 1 && a.x.scalar_type() != at::kFloat && a.x.scalar_type() != at::kDouble;
+    TORCH_CHECK(steps.linear_until_last && steps.last_from_output && !sums, op.label(),
+                "_: a gradient is required, and it depends on values of ", op.input,
+                " that are overwritten; use ", op.label(), ", or call this under torch.no_grad()");
+    edge_list edges;
+    for (const at::Tensor* t : inputs)
+      edges.push_back(t->defined() ? torch::autograd::impl::gradient_edge(*t) : torch::autograd::Edge());
+    node = make_node<FusedNode>(static_cast<NodePtr*>(nullptr), op, mode, a, std::move(edges));
+    node->from_output = true;
+    for (int k = 0; k < op.operands; ++k) {
+      if (!a.operand[k].defined()) continue;
+      node->inputs.emplace_back().place = {nullptr, k, false};
+      node->inputs.back().save(a.operand[k], false);
+    }
+  }
+  at::Tensor tangent;
+  if (has_tangents) tangent = tangents(op, mode, a)[0];
+  {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    handle.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
+  }
+  torch::autograd::increment_version(x);
+  if (node) {
+    torch::autograd::rebase_history(x, node);
+    announce(NodePtr(node), 0);
+    node->inputs.emplace_back().place = {&Arguments::x};
+    node->inputs.back().save(x, true, /*is_output=*/true);
+  }
+  if (tangent.defined()) x._set_fw_grad(tangent, /*level=*/0, /*is_inplace_op=*/true);
+}
+
 }  // namespace
 
 torch::CppFunction autograd_kernel(const Operator& op, Mode mode) { return BoxedKernel<&run_autograd>::make(op, mode); }
+
+torch::CppFunction in_place_autograd_kernel(const Operator& op) {
+  return BoxedKernel<&run_in_place_autograd>::make(op, Mode::forward);
+}
 
 }  // namespace fused_act

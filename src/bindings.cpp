@@ -1,6 +1,7 @@
 // The torch side: schemas, the checks of every argument, the CPU, CUDA and Meta kernels of the dispatcher, and the
 // Python module. Everything is registered when the library is loaded, with or without Python.
 #include <ATen/EmptyTensor.h>
+#include <ATen/MemoryOverlap.h>
 #include <ATen/Parallel.h>
 #include <ATen/Version.h>
 #include <ATen/ops/empty.h>
@@ -11,6 +12,7 @@
 #include <sstream>
 
 #include "kernels/cpu/cpu.h"
+#include "kernels/operators.h"
 #include "operator.h"
 
 #if defined(FUSED_ACT_WITH_CUDA)
@@ -25,49 +27,79 @@ namespace fused_act {
 
 // ---- the list -------------------------------------------------------------------------------------------------
 
-const std::string& Operator::operand_name(int k) const {
-  for (const Parameter& p : parameters)
-    if (p.is_operand && k-- == 0) return p.name;
+static const Parameter& operand_parameter(const Operator& op, int k) {
+  for (const Parameter& p : op.parameters)
+    if (p.kind == Parameter::operand && k-- == 0) return p;
   TORCH_INTERNAL_ASSERT(false);
 }
+const std::string& Operator::operand_name(int k) const { return operand_parameter(*this, k).name; }
+bool Operator::operand_is_optional(int k) const { return operand_parameter(*this, k).optional; }
 
 namespace {
 
-std::vector<Parameter> parse_parameters(const std::string& text) {
-  std::vector<Parameter> parameters;
+// "Tensor x, Tensor? bias=None, str act="linear", int dim=1": fills in what an operator's line says of its parameters.
+void parse_parameters(Operator& op, const std::string& text) {
   std::istringstream stream(text);
-  for (std::string item; std::getline(stream, item, ',');) {
+  bool first = true;
+  for (std::string item; std::getline(stream, item, ','); first = false) {
     std::istringstream words(item);
-    std::string type, name;
+    std::string type, name, value;
     words >> type >> name;
-    Parameter p{name, type == "Tensor", "", std::nullopt};
     if (const size_t equals = name.find('='); equals != std::string::npos) {
-      p.name = name.substr(0, equals);
-      p.default_text = name.substr(equals + 1);
-      p.default_value = std::stod(p.default_text);
+      value = name.substr(equals + 1);
+      name.resize(equals);
     }
-    parameters.push_back(p);
+    if (first) {
+      TORCH_INTERNAL_ASSERT(type == "Tensor");
+      op.input = name;
+      continue;
+    }
+    if (name == "dim") {
+      op.dim = std::stoll(value);
+      continue;
+    }
+    Parameter p;
+    p.optional = type.back() == '?';
+    if (p.optional) type.pop_back();
+    p.kind = type == "Tensor" ? Parameter::operand : type == "str" ? Parameter::activation : Parameter::scalar;
+    p.name = name;
+    p.default_text = value;
+    if (p.kind == Parameter::scalar && !value.empty() && value != "None") p.default_value = std::stod(value);
+    op.operands += p.kind == Parameter::operand;
+    op.scalars += p.kind == Parameter::scalar;
+    op.parameters.push_back(p);
   }
-  return parameters;
 }
 
-std::string make_schema(const Operator& op, const std::string& parameters, Mode mode) {
-  std::string s = op.name + kModeSuffixes[int(mode)] + "(";
-  if (has_g(mode)) s += "Tensor grad_output, ";
-  s += "Tensor x";
+const char* schema_type(const Parameter& p) {
+  switch (p.kind) {
+    case Parameter::operand:
+      return p.optional ? "Tensor? " : "Tensor ";
+    case Parameter::activation:
+      return "str ";
+    case Parameter::scalar:
+      break;
+  }
+  return p.optional ? "float? " : "float ";
+}
+
+std::string make_schema(const Operator& op, Mode mode, bool in_place = false) {
+  std::string s = op.name + (in_place ? "_" : kModeSuffixes[int(mode)]) + "(";
+  if (has_operand_gradients(mode)) s += "Tensor grad_output, ";
+  s += (in_place ? "Tensor(a!) " : "Tensor ") + op.input;
   // A default is only legal where every later argument has one too; modes that append others drop it.
   const bool appends = mode == Mode::double_backward;
   for (const Parameter& p : op.parameters) {
-    s += std::string(", ") + (p.is_operand ? "Tensor " : "float ") + p.name;
-    if (p.default_value && !appends) s += "=" + p.default_text;
+    s += std::string(", ") + schema_type(p) + p.name;
+    if (!p.default_text.empty() && !appends) s += "=" + p.default_text;
   }
-  if (op.operands) s += appends ? ", int dim" : ", int dim=1";
-  if (has_u(mode)) {
+  if (op.dim) s += ", int dim" + (appends ? "" : "=" + std::to_string(*op.dim));
+  if (has_direction(mode)) {
     const std::string suffix = mode == Mode::jvp ? "=None" : "";
     const auto name = [&](const std::string& of) {
       return mode == Mode::jvp ? of + "_tangent" : "grad_grad_" + of;
     };
-    s += ", Tensor? " + name("x") + suffix;
+    s += ", Tensor? " + name(op.input) + suffix;
     for (int k = 0; k < op.operands; ++k) s += ", Tensor? " + name(op.operand_name(k)) + suffix;
   }
   const int outputs = count_outputs(op, mode);
@@ -79,40 +111,58 @@ std::string make_schema(const Operator& op, const std::string& parameters, Mode 
       s += "]";
     }
   }
+  if (in_place) return s + ") -> Tensor(a!)";
   s += ") -> (";
   if (mode == Mode::double_backward) s += "Tensor grad_grad_output, ";
   if (mode == Mode::forward || mode == Mode::jvp) {
     s += "Tensor";
   } else {
-    s += "Tensor grad_x";
+    s += "Tensor grad_" + op.input;
     for (int k = 0; k < op.operands; ++k) s += ", Tensor grad_" + op.operand_name(k);
   }
   return s + ")";
 }
 
-template <class Op, class... Steps>
-Operator describe(const char* name, const char* parameters, const char* expression, Chain<Steps...>*) {
+template <class... Entries>
+Operator describe(const char* name, const char* parameters, const char* expression, const char* origin,
+                  Types<Entries...>) {
   Operator op;
   op.name = name;
   op.expression = expression;
-  op.parameters = parse_parameters(parameters);
-  op.operands = Op::kOperands;
-  op.scalars = Op::kScalars;
-  for (const char* text : {Steps::gradient...}) {
+  op.origin = origin;
+  op.fixed = Pattern<Entries...>::kFixed;
+  parse_parameters(op, parameters);
+  op.entries = {Describe<Entries>::entry()...};
+  for (const Entry& e : op.entries) {
+    if (e.kind == Entry::halves) op.packing = Packing::halves;
+    if (e.kind == Entry::pairs) op.packing = Packing::pairs;
+  }
+  for (const char* text : {Entries::gradient...}) {
     if (*text) op.gradient += (op.gradient.empty() ? "" : "; ") + std::string(text);
   }
-  op.dependencies[int(Mode::forward)] = dependencies<Op, Mode::forward>();
-  op.dependencies[int(Mode::jvp)] = dependencies<Op, Mode::jvp>();
-  op.dependencies[int(Mode::backward)] = dependencies<Op, Mode::backward>();
-  op.dependencies[int(Mode::double_backward)] = dependencies<Op, Mode::double_backward>();
-  for (int m = 0; m < kModes; ++m) op.schemas[m] = make_schema(op, parameters, Mode(m));
+  TORCH_INTERNAL_ASSERT(op.dim.has_value() == (op.operands > 0), name, ": dim exists where there are operands");
+  TORCH_INTERNAL_ASSERT(op.kernel_operands() <= kMaxOperands && op.scalars <= kMaxParameters, name);
+  if (op.fixed) {
+    // The compiled chain takes the scalars as they stand in the line.
+    const Steps steps = steps_of(op, Arguments());
+    op.program = steps.program;
+    std::copy_n(steps.scalars, op.scalars, op.absent);
+    for (int m = 0; m < kModes; ++m) op.dependencies[m] = dependencies(op.program, Mode(m));
+  }
+  for (int m = 0; m < kModes; ++m) op.schemas[m] = make_schema(op, Mode(m));
+  if (op.packing == Packing::none) op.in_place_schema = make_schema(op, Mode::forward, true);
   return op;
+}
+
+template <class... Entries>
+Types<Entries...> types_of(Pattern<Entries...>*) {
+  return {};
 }
 
 std::vector<Operator>& mutable_operators() {
   static std::vector<Operator> list = [] {
-#define FUSED_ACT_DESCRIBE(NAME, PARAMETERS, EXPRESSION, ...) \
-  describe<ops::NAME>(#NAME, PARAMETERS, EXPRESSION, static_cast<ops::NAME*>(nullptr)),
+#define FUSED_ACT_DESCRIBE(NAME, PARAMETERS, EXPRESSION, ORIGIN, ...) \
+  describe(#NAME, PARAMETERS, EXPRESSION, ORIGIN, types_of(static_cast<ops::NAME*>(nullptr))),
     std::vector<Operator> list{FUSED_ACT_OPERATORS(FUSED_ACT_DESCRIBE)};
 #undef FUSED_ACT_DESCRIBE
     for (size_t i = 0; i < list.size(); ++i) list[i].index = static_cast<int>(i);
@@ -125,11 +175,167 @@ std::vector<Operator>& mutable_operators() {
 
 const std::vector<Operator>& operators() { return mutable_operators(); }
 
+// ---- from a call to its steps -----------------------------------------------------------------------------------
+
+namespace {
+
+// Null: no step at all ("linear").
+const Operator* find_activation(const Operator& op, const std::string& name) {
+  if (name == "linear") return nullptr;
+  for (const Operator& candidate : operators())
+    if (candidate.is_activation() && candidate.name == name) return &candidate;
+  std::string known = "linear";
+  for (const Operator& candidate : operators())
+    if (candidate.is_activation()) known += ", " + candidate.name;
+  C10_THROW_ERROR(ValueError, op.label() + ": there is no activation '" + name + "'; there are " + known);
+}
+
+class StepWriter {
+ public:
+  StepWriter(const Operator& op, Steps& steps) : op_(op), steps_(steps) {}
+
+  // A step with its scalars; one that lacks a scalar is left out.
+  void add(const Entry& e, uint8_t source, const std::vector<std::optional<double>>& scalars) {
+    Instruction i{e.code, source, static_cast<uint8_t>(next_scalar_)};
+    if (e.slot >= 0) i.source = slot(e.slot);
+    for (size_t n = 0; n < scalars.size(); ++n)
+      if (!scalars[n] && !e.absent) return;
+    for (size_t n = 0; n < scalars.size(); ++n) {
+      TORCH_INTERNAL_ASSERT(next_scalar_ < kMaxScalars, op_.name);
+      steps_.scalars[next_scalar_++] = scalars[n] ? *scalars[n] : e.absent[n];
+    }
+    const char* wrong = e.wrong(steps_.scalars + i.scalar);
+    TORCH_CHECK_VALUE(!wrong, op_.label(), ": ", wrong, shown(scalars));
+    if (i.code != Code::Add) {
+      // save, load, times what was saved: one multiplication by what would be loaded.
+      Instruction* end = steps_.program.instruction + steps_.program.length;
+      if (i.code == Code::MulOperand && steps_.program.length > 1 && end[-1].code == Code::load &&
+          end[-2].code == Code::save && end[-2].source == i.source) {
+        i.source = end[-1].source;
+        steps_.program.length -= 2;
+      }
+      steps_.linear_until_last &= others_++ == 0;
+      steps_.last_from_output = e.from_output && e.from_output(steps_.scalars + i.scalar);
+    } else if (others_) {
+      steps_.linear_until_last = false;
+    }
+    write(i);
+  }
+  void save(int k) { write({Code::save, slot(k)}); }
+  void load(uint8_t source) { write({Code::load, source}); }
+
+ private:
+  static std::string shown(const std::vector<std::optional<double>>& scalars) {
+    std::ostringstream text;
+    for (const auto& s : scalars) text << (&s == scalars.data() ? " (" : ", ") << s.value_or(0);
+    return text.str() + ")";
+  }
+  uint8_t slot(int k) {
+    steps_.program.slots = std::max(steps_.program.slots, k + 1);
+    return static_cast<uint8_t>(kMaxOperands + k);
+  }
+  void write(const Instruction& i) {
+    TORCH_INTERNAL_ASSERT(steps_.program.length < kMaxSteps, op_.name);
+    if (i.code == Code::save || i.code == Code::load) steps_.linear_until_last = false;
+    steps_.program.instruction[steps_.program.length++] = i;
+  }
+
+  const Operator& op_;
+  Steps& steps_;
+  int next_scalar_ = 0, others_ = 0;
+};
+
+}  // namespace
+
+Steps steps_of(const Operator& op, const Arguments& a) {
+  Steps steps;
+  steps.linear_until_last = steps.last_from_output = true;
+  StepWriter writer(op, steps);
+  size_t next = 0;
+  const auto index_of = [&](const Parameter& p) {  // among those of its kind
+    int k = 0;
+    for (const Parameter& other : op.parameters) {
+      if (&other == &p) return k;
+      k += other.kind == p.kind;
+    }
+    return k;
+  };
+  for (const Entry& e : op.entries) {
+    uint8_t source = Instruction::kNoSource;
+    bool absent = false;
+    std::vector<std::optional<double>> scalars;
+    const Operator* activation = nullptr;
+    for (const char* kind = e.parameters; *kind; ++kind) {
+      if (*kind == 'T' && op.packing != Packing::none) {
+        source = 0;
+        continue;
+      }
+      const int place = e.places[kind - e.parameters];
+      const Parameter& p = op.parameters.at(place < 0 ? next++ : place - 1);
+      switch (*kind) {
+        case 'T':
+          TORCH_INTERNAL_ASSERT(p.kind == Parameter::operand, op.name, ": ", p.name);
+          source = static_cast<uint8_t>(op.kernel_operand(index_of(p)));
+          absent = p.optional && !a.operand[index_of(p)].defined();
+          break;
+        case 'A':
+          TORCH_INTERNAL_ASSERT(p.kind == Parameter::activation, op.name, ": ", p.name);
+          activation = find_activation(op, a.activation);
+          break;
+        default:
+          TORCH_INTERNAL_ASSERT(p.kind == Parameter::scalar, op.name, ": ", p.name);
+          scalars.push_back(op.fixed && !e.absent && !a.scalars[index_of(p)] ? 1.0 : a.scalars[index_of(p)]);
+      }
+    }
+    if (absent) continue;
+    switch (e.kind) {
+      case Entry::step:
+        writer.add(e, source, scalars);
+        break;
+      case Entry::halves:
+      case Entry::pairs:
+        break;
+      case Entry::save:
+        writer.save(e.slot);
+        break;
+      case Entry::load:
+        writer.load(source);
+        break;
+      case Entry::activation: {
+        const std::optional<double> alpha = scalars.at(0);
+        if (!activation || activation->scalars == 0)
+          TORCH_CHECK_VALUE(!alpha, op.label(), ": alpha is ", *alpha, ", but the activation '", a.activation,
+                            "' has no parameter");
+        if (!activation) break;
+        if (!alpha && activation->scalars) {
+          const Parameter& first = activation->parameters[0];
+          TORCH_CHECK_VALUE(first.default_value || first.optional, op.label(), ": alpha is None, but the activation '",
+                            a.activation, "' has no default for its parameter ", first.name);
+        }
+        // alpha is the activation's first scalar; the others have their defaults, or zero.
+        std::vector<std::optional<double>> given;
+        for (const Parameter& p : activation->parameters)
+          given.push_back(given.empty() && alpha ? alpha : p.optional ? std::nullopt : std::optional(p.default_value.value_or(0)));
+        size_t first = 0;
+        for (const Entry& step : activation->entries) {
+          const size_t count = strlen(step.parameters);
+          writer.add(step, Instruction::kNoSource, {given.begin() + first, given.begin() + first + count});
+          first += count;
+        }
+      }
+    }
+  }
+  return steps;
+}
+
+Dependencies dependencies_of(const Operator& op, Mode mode, const Arguments& a) {
+  return op.fixed ? op.dependencies[int(mode)] : dependencies(steps_of(op, a).program, mode);
+}
+
 // ---- arguments ------------------------------------------------------------------------------------------------
 
 int count_outputs(const Operator& op, Mode mode) {
-  if (mode == Mode::forward || mode == Mode::jvp) return 1;
-  return (mode == Mode::double_backward ? 2 : 1) + op.operands;
+  return full_outputs(mode) + (has_operand_gradients(mode) ? op.operands : 0);
 }
 
 static bool has_mask(const Operator& op, Mode mode) {
@@ -137,8 +343,8 @@ static bool has_mask(const Operator& op, Mode mode) {
 }
 
 int count_arguments(const Operator& op, Mode mode) {
-  return has_g(mode) + 1 + static_cast<int>(op.parameters.size()) + (op.operands > 0) +
-         (has_u(mode) ? 1 + op.operands : 0) + has_mask(op, mode);
+  return has_operand_gradients(mode) + 1 + static_cast<int>(op.parameters.size()) + op.dim.has_value() +
+         (has_direction(mode) ? 1 + op.operands : 0) + has_mask(op, mode);
 }
 
 Arguments unpack(const Operator& op, Mode mode, const torch::jit::Stack& stack) {
@@ -146,18 +352,25 @@ Arguments unpack(const Operator& op, Mode mode, const torch::jit::Stack& stack) 
   const c10::IValue* next = stack.data() + stack.size() - count;
   const auto optional = [](const c10::IValue& v) { return v.isNone() ? at::Tensor() : v.toTensor(); };
   Arguments a;
-  if (has_g(mode)) a.g = (next++)->toTensor();
+  if (has_operand_gradients(mode)) a.g = (next++)->toTensor();
   a.x = (next++)->toTensor();
   int operand = 0, scalar = 0;
   for (const Parameter& p : op.parameters) {
-    if (p.is_operand) {
-      a.operand[operand++] = (next++)->toTensor();
-    } else {
-      a.scalars[scalar++] = (next++)->toDouble();
+    const c10::IValue& value = *next++;
+    switch (p.kind) {
+      case Parameter::operand:
+        a.operand[operand++] = optional(value);
+        break;
+      case Parameter::activation:
+        a.activation = value.toStringRef();
+        break;
+      case Parameter::scalar:
+        if (!value.isNone()) a.scalars[scalar] = value.toDouble();
+        ++scalar;
     }
   }
-  if (op.operands) a.dim = (next++)->toInt();
-  if (has_u(mode)) {
+  if (op.dim) a.dim = (next++)->toInt();
+  if (has_direction(mode)) {
     a.u = optional(*next++);
     for (int k = 0; k < op.operands; ++k) a.v[k] = optional(*next++);
   }
@@ -167,6 +380,9 @@ Arguments unpack(const Operator& op, Mode mode, const torch::jit::Stack& stack) 
                       " elements, but there are ", count_outputs(op, mode), " outputs");
     for (size_t n = 0; n < mask.size(); ++n) a.asked[n] = mask[n];
   }
+  if (has_operand_gradients(mode))
+    for (int k = 0; k < op.operands; ++k)
+      if (op.operand_is_optional(k)) a.asked[full_outputs(mode) + k] &= a.operand[k].defined();
   return a;
 }
 
@@ -174,18 +390,24 @@ torch::jit::Stack pack(const Operator& op, Mode mode, const Arguments& a) {
   torch::jit::Stack stack;
   stack.reserve(count_arguments(op, mode));
   const auto optional = [](const at::Tensor& t) { return t.defined() ? c10::IValue(t) : c10::IValue(); };
-  if (has_g(mode)) stack.emplace_back(a.g);
+  if (has_operand_gradients(mode)) stack.emplace_back(a.g);
   stack.emplace_back(a.x);
   int operand = 0, scalar = 0;
   for (const Parameter& p : op.parameters) {
-    if (p.is_operand) {
-      stack.emplace_back(a.operand[operand++]);
-    } else {
-      stack.emplace_back(a.scalars[scalar++]);
+    switch (p.kind) {
+      case Parameter::operand:
+        stack.push_back(optional(a.operand[operand++]));
+        break;
+      case Parameter::activation:
+        stack.emplace_back(a.activation);
+        break;
+      case Parameter::scalar:
+        stack.emplace_back(a.scalars[scalar] ? c10::IValue(*a.scalars[scalar]) : c10::IValue());
+        ++scalar;
     }
   }
-  if (op.operands) stack.emplace_back(a.dim);
-  if (has_u(mode)) {
+  if (op.dim) stack.emplace_back(a.dim);
+  if (has_direction(mode)) {
     stack.push_back(optional(a.u));
     for (int k = 0; k < op.operands; ++k) stack.push_back(optional(a.v[k]));
   }
@@ -221,81 +443,89 @@ void check_dtype(const Operator& op, const char* name, const at::Tensor& t) {
                    ", but only float16, bfloat16, float32 and float64 are supported");
 }
 
-// Calls like_x(name, tensor) for each given tensor that must look like x, and like_operand(k, is_v, name, tensor) for
-// each operand and each direction of one.
-template <class F, class G>
-void visit(const Operator& op, Mode mode, const Arguments& a, F like_x, G like_operand) {
-  if (a.g.defined()) like_x("grad_output", a.g);
-  const bool jvp = mode == Mode::jvp;
-  if (a.u.defined()) like_x(jvp ? "x_tangent" : "grad_grad_x", a.u);
-  for (int k = 0; k < op.operands; ++k) {
-    const std::string& name = op.operand_name(k);
-    like_operand(k, false, name.c_str(), a.operand[k]);
-    if (a.v[k].defined()) like_operand(k, true, (jvp ? name + "_tangent" : "grad_grad_" + name).c_str(), a.v[k]);
-  }
-}
-
 // A tensor of one element on the CPU, beside an x on another device: taken as a number, as eager takes it.
 bool is_host_scalar(const at::Tensor& x, const at::Tensor& t) {
   return t.dim() == 0 && t.device().is_cpu() && !x.device().is_cpu();
 }
 
-void check_tensors(const Operator& op, Mode mode, const Arguments& a) {
-  // The dispatcher takes None for a tensor.
-  const auto check_given = [&](const std::string& name, const at::Tensor& t) {
-    TORCH_CHECK_TYPE(t.defined(), op.label(), ": ", name, " is None, but must be a tensor");
-  };
-  if (has_g(mode)) check_given("grad_output", a.g);
-  check_given("x", a.x);
-  for (int k = 0; k < op.operands; ++k) check_given(op.operand_name(k), a.operand[k]);
-  check_dtype(op, "x", a.x);
-  const auto check_device = [&](const char* name, const at::Tensor& t) {
-    TORCH_CHECK(t.device() == a.x.device() || is_host_scalar(a.x, t), op.label(), ": ", name, " is on ", t.device(),
-                ", but x is on ", a.x.device());
-  };
-  visit(
-      op, mode, a,
-      [&](const char* name, const at::Tensor& t) {
-        TORCH_CHECK_TYPE(t.scalar_type() == a.x.scalar_type(), op.label(), ": ", name, " has dtype ", dtype_name(t),
-                         ", but x has dtype ", dtype_name(a.x));
-        TORCH_CHECK(t.device() == a.x.device(), op.label(), ": ", name, " is on ", t.device(), ", but x is on ",
-                    a.x.device());
-        TORCH_CHECK_VALUE(t.sym_sizes() == a.x.sym_sizes(), op.label(), ": ", name, " has shape ", t.sym_sizes(),
-                          ", but x has shape ", a.x.sym_sizes());
-      },
-      [&](int, bool, const char* name, const at::Tensor& t) {
-        check_dtype(op, name, t);
-        check_device(name, t);
-      });
+// The shape of the result: x's, or where x is packed, that of half of it.
+c10::SymDimVector result_shape(const Operator& op, const at::Tensor& x) {
+  c10::SymDimVector shape(x.sym_sizes().begin(), x.sym_sizes().end());
+  if (op.packing != Packing::none) shape.back() = shape.back().guard_int(__FILE__, __LINE__) / 2;
+  return shape;
 }
 
-// The dimension of x that dimension d of an operand lies along, or -1 for a one-dimensional operand of one element,
-// which broadcasts. Checks the operand's shape.
+// The dispatcher takes None for a tensor.
+void check_given(const Operator& op, const std::string& name, const at::Tensor& t) {
+  TORCH_CHECK_TYPE(t.defined(), op.label(), ": ", name, " is None, but must be a tensor");
+}
+
+void check_tensors(const Operator& op, Mode mode, const Arguments& a) {
+  const char* x_name = op.input.c_str();
+  if (has_operand_gradients(mode)) check_given(op, "grad_output", a.g);
+  check_given(op, op.input, a.x);
+  for (int k = 0; k < op.operands; ++k)
+    if (!op.operand_is_optional(k)) check_given(op, op.operand_name(k), a.operand[k]);
+  check_dtype(op, x_name, a.x);
+  const bool packed = op.packing != Packing::none;
+  if (packed) {
+    TORCH_CHECK_VALUE(a.x.dim() > 0, op.label(), ": ", x_name, " has no dimension, but its last one is split in two");
+    TORCH_CHECK_VALUE(a.x.sym_size(-1) % 2 == 0, op.label(), ": ", x_name, " has shape ", a.x.sym_sizes(),
+                      ", whose last dimension cannot be split in two");
+  }
+  const bool jvp = mode == Mode::jvp;
+  const auto like = [&](const std::string& name, const at::Tensor& t, bool like_result) {
+    if (!t.defined()) return;
+    TORCH_CHECK_TYPE(t.scalar_type() == a.x.scalar_type(), op.label(), ": ", name, " has dtype ", dtype_name(t),
+                     ", but ", x_name, " has dtype ", dtype_name(a.x));
+    TORCH_CHECK(t.device() == a.x.device(), op.label(), ": ", name, " is on ", t.device(), ", but ", x_name, " is on ",
+                a.x.device());
+    if (like_result && packed) {
+      const c10::SymDimVector shape = result_shape(op, a.x);
+      TORCH_CHECK_VALUE(t.sym_sizes() == c10::SymIntArrayRef(shape), op.label(), ": ", name, " has shape ",
+                        t.sym_sizes(), ", but the result has shape ", c10::SymIntArrayRef(shape));
+    } else {
+      TORCH_CHECK_VALUE(t.sym_sizes() == a.x.sym_sizes(), op.label(), ": ", name, " has shape ", t.sym_sizes(),
+                        ", but ", x_name, " has shape ", a.x.sym_sizes());
+    }
+  };
+  like("grad_output", a.g, true);
+  if (a.u.defined()) like(jvp ? op.input + "_tangent" : "grad_grad_" + op.input, a.u, false);
+}
+
+// Where an operand's dimensions lie among those of x.
 struct Placement {
-  bool scalar = false;
-  int64_t first = 0;  // dimension of x of the operand's dimension 0
+  bool scalar = false;  // one element in one dimension, which broadcasts
+  int64_t first = 0;    // dimension of x of the operand's dimension 0
 };
 
-Placement place(const Operator& op, const Arguments& a, const char* name, const at::Tensor& t) {
+Placement place(const Operator& op, const Arguments& a, const std::string& name, const at::Tensor& t) {
+  check_dtype(op, name.c_str(), t);
+  TORCH_CHECK(t.device() == a.x.device() || is_host_scalar(a.x, t), op.label(), ": ", name, " is on ", t.device(),
+              ", but ", op.input, " is on ", a.x.device());
   const int64_t dims = a.x.dim();
   Placement p;
   if (t.dim() == 1 && dims >= 1 && TORCH_GUARD_OR_FALSE(t.sym_size(0).sym_eq(1))) {
     p.scalar = true;
   } else if (t.dim() == 1 && dims >= 1) {
-    TORCH_CHECK_INDEX(a.dim >= -dims && a.dim < dims, op.label(), ": dim is ", a.dim, ", but x has ", dims,
+    TORCH_CHECK_INDEX(a.dim >= -dims && a.dim < dims, op.label(), ": dim is ", a.dim, ", but ", op.input, " has ", dims,
                       dims == 1 ? " dimension" : " dimensions", " (expected ", -dims, " to ", dims - 1, ")");
     p.first = a.dim < 0 ? a.dim + dims : a.dim;
     TORCH_CHECK_VALUE(t.sym_size(0) == a.x.sym_size(p.first), op.label(), ": ", name, " has ", t.sym_size(0),
-                      " elements, but x.shape[", p.first, "] is ", a.x.sym_size(p.first));
+                      " elements, but ", op.input, ".shape[", p.first, "] is ", a.x.sym_size(p.first));
   } else {
     p.first = dims - t.dim();
     bool fits = p.first >= 0;
     for (int64_t d = 0; fits && d < t.dim(); ++d)
       fits = t.sym_size(d) == 1 || t.sym_size(d) == a.x.sym_size(p.first + d);
-    TORCH_CHECK_VALUE(fits, op.label(), ": ", name, " of shape ", t.sym_sizes(), " does not broadcast to x of shape ",
-                      a.x.sym_sizes(), " without enlarging it");
+    TORCH_CHECK_VALUE(fits, op.label(), ": ", name, " of shape ", t.sym_sizes(), " does not broadcast to ", op.input,
+                      " of shape ", a.x.sym_sizes(), " without enlarging it");
   }
   return p;
+}
+
+std::string direction_name(const Operator& op, Mode mode, int k) {
+  return mode == Mode::jvp ? op.operand_name(k) + "_tangent" : "grad_grad_" + op.operand_name(k);
 }
 
 // torch.empty_like(t) on `device`. Without the dispatcher's round trips where t is dense (1 us of a call's 5), and with
@@ -313,12 +543,28 @@ at::Tensor empty_like_on(const at::Tensor& t, c10::Device device) {
   return at::empty_like(t, t.options().device(device));
 }
 
+// A tensor for a result: like x, or where x is packed, contiguous where x is, else as torch.empty_like lays out half of x.
+at::Tensor empty_result(const Operator& op, const at::Tensor& x) {
+  if (op.packing == Packing::none) return empty_like_on(x, x.device());
+  if (x.is_contiguous()) return at::empty_symint(result_shape(op, x), x.options());
+  return at::empty_like(op.packing == Packing::halves ? x.narrow_symint(-1, 0, result_shape(op, x).back())
+                                                      : x.slice(-1, std::nullopt, std::nullopt, 2));
+}
+
 // The outputs, not yet filled in; undefined where not asked for.
 std::vector<at::Tensor> allocate(const Operator& op, Mode mode, const Arguments& a) {
-  const int outputs = count_outputs(op, mode), full = outputs - (has_g(mode) ? op.operands : 0);
+  const int outputs = count_outputs(op, mode), full = full_outputs(mode);
   std::vector<at::Tensor> out(outputs);
-  for (int n = 0; n < outputs; ++n)
-    if (a.asked[n]) out[n] = empty_like_on(n < full ? a.x : a.operand[n - full], a.x.device());
+  for (int n = 0; n < outputs; ++n) {
+    if (!a.asked[n]) continue;
+    if (n >= full) {
+      out[n] = empty_like_on(a.operand[n - full], a.x.device());
+    } else if (n == full - 1 && has_operand_gradients(mode)) {  // the gradient of x
+      out[n] = empty_like_on(a.x, a.x.device());
+    } else {
+      out[n] = empty_result(op, a.x);
+    }
+  }
   return out;
 }
 
@@ -327,12 +573,26 @@ void push(torch::jit::Stack* stack, int arguments, std::vector<at::Tensor>&& out
   for (at::Tensor& t : out) stack->emplace_back(std::move(t));
 }
 
+void check_on_meta(const Operator& op, Mode mode, const Arguments& a) {
+  check_tensors(op, mode, a);
+  steps_of(op, a);  // does the activation exist, are the scalars right?
+  for (int k = 0; k < op.operands; ++k) {
+    if (a.operand[k].defined()) place(op, a, op.operand_name(k), a.operand[k]);
+    if (a.v[k].defined()) place(op, a, direction_name(op, mode, k), a.v[k]);
+  }
+}
+
 void run_meta(const Operator& op, Mode mode, const c10::OperatorHandle&, c10::DispatchKeySet, torch::jit::Stack* stack) {
   const Arguments a = unpack(op, mode, *stack);
-  check_tensors(op, mode, a);
-  visit(op, mode, a, [](const char*, const at::Tensor&) {},
-        [&](int, bool, const char* name, const at::Tensor& t) { place(op, a, name, t); });
+  check_on_meta(op, mode, a);
   push(stack, count_arguments(op, mode), allocate(op, mode, a));
+}
+
+void run_meta_in_place(const Operator& op, Mode mode, const c10::OperatorHandle&, c10::DispatchKeySet,
+                       torch::jit::Stack* stack) {
+  const Arguments a = unpack(op, mode, *stack);
+  check_on_meta(op, mode, a);
+  push(stack, count_arguments(op, mode), {a.x});
 }
 
 // ---- the real kernels -----------------------------------------------------------------------------------------
@@ -340,83 +600,176 @@ void run_meta(const Operator& op, Mode mode, const c10::OperatorHandle&, c10::Di
 Dtype dtype_of(at::ScalarType t) {
   return t == at::kHalf ? Dtype::f16 : t == at::kBFloat16 ? Dtype::bf16 : t == at::kFloat ? Dtype::f32 : Dtype::f64;
 }
+at::ScalarType compute_type(const at::Tensor& x) { return x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat; }
 
 // A Request with what it points to.
 struct Work {
   Request request;
   std::vector<at::Tensor> out;
-  std::vector<int64_t> strides;  // of operands and their gradients, a row of x.dim() for each
-  at::Tensor alive[2 * kMaxOperands];  // operands in a dtype that the kernels read
-  at::Tensor dense[3];                 // copies of x, g and u
+  std::vector<int64_t> rows;                     // sizes and strides, a row of x.dim() for each; reserved, so none moves
+  at::Tensor alive[2 * kMaxOperands + 4];        // copies of inputs in a dtype or layout that the kernels read
+  at::Tensor narrow[kMaxOperands];               // gradients that the kernels write in the compute type
+  int kept = 0;
+
+  int64_t* row(const int64_t* from, int64_t n) {
+    const size_t at = rows.size();
+    rows.resize(at + n, 0);
+    if (from) std::copy_n(from, n, rows.data() + at);
+    return rows.data() + at;
+  }
+  const at::Tensor& keep(at::Tensor&& t) { return alive[kept++] = std::move(t); }
 };
 
 int64_t* broadcast_strides(Work& work, const at::Tensor& x, const Placement& p, const at::Tensor& t) {
-  const size_t row = work.strides.size();
-  work.strides.resize(row + x.dim(), 0);  // reserved: rows do not move
+  int64_t* row = work.row(nullptr, x.dim());
   if (!p.scalar)
     for (int64_t d = 0; d < t.dim(); ++d)
-      if (t.size(d) != 1) work.strides[row + p.first + d] = t.stride(d);
-  return work.strides.data() + row;
+      if (t.size(d) != 1) row[p.first + d] = t.stride(d);
+  return row;
 }
 
-// Which inputs the asked outputs are computed from.
-uint32_t inputs_read(const Operator& op, Mode mode, const Arguments& a) {
-  const Dependencies& d = op.dependencies[int(mode)];
+// One half of a packed tensor.
+struct Half {
+  int64_t offset;  // in bytes
+  const int64_t* strides;
+};
+Half half_of(const Operator& op, Work& work, const at::Tensor& t, int which) {
+  const int64_t last = t.dim() - 1, stride = t.stride(last);
+  int64_t* strides = work.row(t.strides().data(), t.dim());
+  const bool pairs = op.packing == Packing::pairs;
+  if (pairs) strides[last] = 2 * stride;
+  return {which * stride * (pairs ? 1 : t.size(last) / 2) * t.element_size(), strides};
+}
+
+// Which inputs of the kernel the asked outputs are computed from.
+uint32_t inputs_read(const Operator& op, Mode mode, const Arguments& a, const Dependencies& d) {
   uint32_t read = 0;
-  const int full = mode == Mode::double_backward ? 2 : 1;
+  const int full = full_outputs(mode);
   for (int n = 0; n < full; ++n)
     if (a.asked[n]) read |= d.full[n];
-  if (has_g(mode))
+  if (has_operand_gradients(mode)) {
+    if (op.packing != Packing::none && a.asked[full - 1]) read |= d.operand[0];
     for (int k = 0; k < op.operands; ++k)
-      if (a.asked[full + k]) read |= d.operand[k];
+      if (a.asked[full + k]) read |= d.operand[op.kernel_operand(k)];
+  }
   return read;
 }
 
-// Fills in everything but operand gradients. CUDA kernels read operands of x's dtype or of the compute type.
-void prepare(const Operator& op, Mode mode, const Arguments& a, Work& work, bool narrow_operands) {
+bool is_wrong(const Operator& op, const double* scalars) {
+  for (const Entry& e : op.entries) {
+    if (e.wrong(scalars)) return true;
+    scalars += strlen(e.parameters);  // of a fixed operator: one scalar a letter, but for operands
+    for (const char* c = e.parameters; *c; ++c) scalars -= *c == 'T';
+  }
+  return false;
+}
+
+// Fills in the Request. In place: the result goes to x. `cuda`: kernels read operands of x's dtype or of the compute
+// type, and write gradients in one of these.
+void prepare(const Operator& op, Mode mode, const Arguments& a, Work& work, bool cuda, bool in_place) {
   Request& r = work.request;
-  const uint32_t read = inputs_read(op, mode, a);
+  const int64_t dims = a.x.dim();
+  const bool packed = op.packing != Packing::none;
+  const int full = full_outputs(mode);
+  work.rows.reserve((4 * kMaxOperands + 12) * dims);
   r.mode = mode;
   r.dtype = dtype_of(a.x.scalar_type());
-  r.ndim = static_cast<int>(a.x.dim());
-  r.numel = a.x.numel();
+  r.ndim = static_cast<int>(dims);
+  r.pairs = op.packing == Packing::pairs;
+  r.operands = op.kernel_operands();
   r.sizes = a.x.sizes().data();
-  r.operands = op.operands;
-  std::copy(std::begin(a.scalars), std::end(a.scalars), r.scalars);
-  work.strides.reserve(3 * op.operands * a.x.dim());
+  r.numel = a.x.numel();
+  if (packed) {
+    int64_t* sizes = work.row(r.sizes, dims);
+    sizes[dims - 1] /= 2;
+    r.sizes = sizes;
+    r.numel /= 2;
+  }
+  Dependencies dependencies;
+  if (op.fixed) {
+    r.program = op.program;
+    for (int s = 0; s < op.scalars; ++s) r.scalars[s] = a.scalars[s] ? *a.scalars[s] : op.absent[s];
+    if (is_wrong(op, r.scalars)) steps_of(op, a);  // which says what is wrong
+    dependencies = op.dependencies[int(mode)];
+  } else {
+    const Steps steps = steps_of(op, a);
+    r.program = steps.program;
+    std::copy(std::begin(steps.scalars), std::end(steps.scalars), r.scalars);
+    dependencies = fused_act::dependencies(r.program, mode);
+  }
+  const uint32_t read = inputs_read(op, mode, a, dependencies);
 
   const auto tensor = [&](Request::Tensor& to, const at::Tensor& t, uint32_t bit) {
     if (t.defined() && (read & bit)) to = {t.const_data_ptr(), t.strides().data()};
   };
-  tensor(r.x, a.x, input::x);
+  // x and u, each with the operand that it brings where it is packed.
+  const auto packed_tensor = [&](Request::Tensor& to, Request::Operand& other, const at::Tensor& t, uint32_t bit,
+                                 uint32_t other_bit) {
+    if (!packed) return tensor(to, t, bit);
+    if (!t.defined()) return;
+    const char* data = static_cast<const char*>(t.const_data_ptr());
+    const Half first = half_of(op, work, t, 0), second = half_of(op, work, t, 1);
+    if (read & bit) to = {data + first.offset, first.strides};
+    if (read & other_bit) other = {data + second.offset, r.dtype, second.strides};
+  };
+  packed_tensor(r.x, r.operand[0], a.x, input::x, input::operand(0));
+  packed_tensor(r.u, r.v[0], a.u, input::u, input::v(0));
+  r.v_present[0] = packed && a.u.defined();
   tensor(r.g, a.g, input::g);
-  tensor(r.u, a.u, input::u);
 
-  const at::ScalarType compute = a.x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-  const auto operand = [&](Request::Operand& to, at::Tensor& alive, const at::Tensor& t, const Placement& p, uint32_t bit) {
+  const auto operand = [&](Request::Operand& to, const std::string& name, const at::Tensor& given, uint32_t bit) {
+    const Placement p = place(op, a, name, given);
     if (!(read & bit)) return;
-    if (is_host_scalar(a.x, t)) {
-      to.value = t.item<double>();
+    if (is_host_scalar(a.x, given)) {
+      to.value = given.item<double>();
       return;
     }
-    alive = narrow_operands && t.scalar_type() != a.x.scalar_type() ? t.to(compute) : t;
-    to = {alive.const_data_ptr(), dtype_of(alive.scalar_type()), broadcast_strides(work, a.x, p, alive)};
+    const bool narrow = cuda && given.scalar_type() != a.x.scalar_type() && given.scalar_type() != compute_type(a.x);
+    const bool other_view = in_place && given.is_alias_of(a.x) && !given.is_same(a.x);
+    const at::Tensor& t = narrow        ? work.keep(given.to(compute_type(a.x)))
+                          : other_view ? work.keep(given.clone())
+                                       : given;
+    to = {t.const_data_ptr(), dtype_of(t.scalar_type()), broadcast_strides(work, a.x, p, t)};
   };
-  int next = 0;
-  visit(op, mode, a, [](const char*, const at::Tensor&) {},
-        [&](int k, bool is_v, const char* name, const at::Tensor& t) {
-          const Placement p = place(op, a, name, t);
-          operand(is_v ? r.v[k] : r.operand[k], work.alive[next++], t, p, is_v ? input::v(k) : input::operand(k));
-        });
-  for (int k = 0; k < op.operands; ++k) r.v_present[k] = a.v[k].defined();
+  for (int k = 0; k < op.operands; ++k) {
+    const int n = op.kernel_operand(k);
+    if (a.operand[k].defined()) operand(r.operand[n], op.operand_name(k), a.operand[k], input::operand(n));
+    if (a.v[k].defined()) operand(r.v[n], direction_name(op, mode, k), a.v[k], input::v(n));
+    r.v_present[n] = a.v[k].defined();
+  }
 
-  work.out = allocate(op, mode, a);
-  const int full = mode == Mode::double_backward ? 2 : 1;
-  r.out_strides = a.x.strides().data();
+  if (in_place) {
+    work.out = {a.x};
+  } else {
+    work.out = allocate(op, mode, a);
+  }
+  r.order = a.x.strides().data();
   for (int n = 0; n < full; ++n) {
-    if (!work.out[n].defined()) continue;
-    r.out[n] = work.out[n].mutable_data_ptr();
-    r.out_strides = work.out[n].strides().data();
+    const at::Tensor& out = work.out[n];
+    if (!out.defined()) continue;
+    char* data = static_cast<char*>(out.mutable_data_ptr());
+    if (packed && n == full - 1 && has_operand_gradients(mode)) {
+      const Half first = half_of(op, work, out, 0), second = half_of(op, work, out, 1);
+      r.out[n] = {data + first.offset, first.strides};
+      r.operand_gradient[0] = {data + second.offset, r.dtype, second.strides, r.numel};
+    } else {
+      r.out[n] = {data, out.strides().data()};
+    }
+    r.order = r.out[n].strides;
+  }
+  if (!has_operand_gradients(mode)) return;
+  for (int k = 0; k < op.operands; ++k) {
+    at::Tensor to = work.out[full + k];
+    if (!to.defined()) continue;
+    if (r.numel == 0) {
+      to.zero_();
+      continue;
+    }
+    if (cuda && to.scalar_type() != a.x.scalar_type() && to.scalar_type() != compute_type(a.x))
+      to = work.narrow[k] = at::empty_like(to, to.options().dtype(compute_type(a.x)));
+    const Placement p = place(op, a, op.operand_name(k), to);
+    r.operand_gradient[op.kernel_operand(k)] = {to.mutable_data_ptr(), dtype_of(to.scalar_type()),
+                                                broadcast_strides(work, a.x, p, to), to.numel()};
   }
 }
 
@@ -426,18 +779,22 @@ Geometry geometry_of(const Operator& op, const Arguments& a, Work& work) {
   Request& r = work.request;
   Geometry geometry = make_geometry(r);
   if (!geometry.too_many_dims) return geometry;
-  const auto copy = [&](Request::Tensor& to, const at::Tensor& t, at::Tensor& alive) {
+  const auto copy = [&](Request::Tensor& to, const at::Tensor& t) {
     if (!to.data) return;
-    alive = at::empty_strided(t.sizes(), at::IntArrayRef(r.out_strides, r.ndim), t.options());
-    alive.copy_(t);
-    to = {alive.const_data_ptr(), alive.strides().data()};
+    at::Tensor dense = at::empty_strided(t.sizes(), at::IntArrayRef(r.order, r.ndim), t.options());
+    dense.copy_(t);
+    const at::Tensor& kept = work.keep(std::move(dense));
+    to = {kept.const_data_ptr(), kept.strides().data()};
   };
-  copy(r.x, a.x, work.dense[0]);
-  copy(r.g, a.g, work.dense[1]);
-  copy(r.u, a.u, work.dense[2]);
-  geometry = make_geometry(r);
-  TORCH_CHECK(!geometry.too_many_dims, op.label(), ": x of shape ", a.x.sizes(), " and its operands leave more than ",
-              kMaxDims, " dimensions after merging those that lie together in memory");
+  if (op.packing == Packing::none && r.out[0].data != r.x.data) {
+    copy(r.x, a.x);
+    copy(r.g, a.g);
+    copy(r.u, a.u);
+    geometry = make_geometry(r);
+  }
+  TORCH_CHECK(!geometry.too_many_dims, op.label(), ": ", op.input, " of shape ", a.x.sizes(),
+              " and its operands leave more than ", kMaxDims,
+              " dimensions after merging those that lie together in memory");
   return geometry;
 }
 
@@ -460,13 +817,9 @@ const Capability& cpu_capability() {
   return chosen;
 }
 
-void run_cpu(const Operator& op, Mode mode, const c10::OperatorHandle&, c10::DispatchKeySet, torch::jit::Stack* stack) {
-  const Arguments a = unpack(op, mode, *stack);
-  check_tensors(op, mode, a);
-  Work work;
-  prepare(op, mode, a, work, /*narrow_operands=*/false);
+void run_cpu(const Operator& op, Mode mode, const Arguments& a, Work& work) {
+  prepare(op, mode, a, work, /*cuda=*/false, !work.out.empty());
   Request& r = work.request;
-  const int full = mode == Mode::double_backward ? 2 : 1;
 
   // Operand gradients that sum over elements go through partial sums over fixed parts of the range, so that they do
   // not depend on the number of threads.
@@ -474,32 +827,23 @@ void run_cpu(const Operator& op, Mode mode, const c10::OperatorHandle&, c10::Dis
   constexpr int64_t kMaxSums = 1 << 22;  // elements of partial sums at most
   int64_t parts = 1;
   at::Tensor sums[kMaxOperands];
-  if (has_g(mode)) {
-    for (int k = 0; k < op.operands; ++k) {
-      at::Tensor& to = work.out[full + k];
-      if (!to.defined()) continue;
-      if (r.numel == 0) to.zero_();
-      Request::OperandGradient& gradient = r.operand_gradient[k];
-      const Placement p = place(op, a, op.operand_name(k).c_str(), to);
-      gradient = {to.mutable_data_ptr(), dtype_of(to.scalar_type()), broadcast_strides(work, a.x, p, to), to.numel()};
-    }
-  }
   if (r.numel > 0) {
     const Geometry geometry = geometry_of(op, a, work);
-    for (int k = 0; k < op.operands; ++k) {
-      const Request::OperandGradient& gradient = r.operand_gradient[k];
+    bool any_sums = false;
+    for (const Request::OperandGradient& gradient : r.operand_gradient) {
       if (!gradient.data || gradient.numel == r.numel) continue;
       parts = std::max<int64_t>(1, std::min((r.numel + kPart - 1) / kPart, std::max<int64_t>(1, kMaxSums / gradient.numel)));
+      any_sums = true;
     }
-    for (int k = 0; k < op.operands; ++k) {
+    for (int k = 0; k < kMaxOperands; ++k) {
       const Request::OperandGradient& gradient = r.operand_gradient[k];
       if (!gradient.data || gradient.numel == r.numel) continue;
-      sums[k] = at::zeros({parts, gradient.numel}, a.x.options().dtype(a.x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat));
+      sums[k] = at::zeros({parts, gradient.numel}, a.x.options().dtype(compute_type(a.x)));
     }
     const CpuKernel kernel = cpu_capability().kernel;
     const auto run = [&](int64_t begin, int64_t end, int64_t part) {
       CpuRange range{begin, end, {}};
-      for (int k = 0; k < op.operands; ++k)
+      for (int k = 0; k < kMaxOperands; ++k)
         if (sums[k].defined())
           range.sums[k] = static_cast<char*>(sums[k].data_ptr()) + part * sums[k].stride(0) * sums[k].element_size();
       kernel(op.index, r, geometry, range);
@@ -510,48 +854,28 @@ void run_cpu(const Operator& op, Mode mode, const c10::OperatorHandle&, c10::Dis
         for (int64_t part = first; part < last; ++part)
           run(std::min(part * length, r.numel), std::min((part + 1) * length, r.numel), part);
       });
-    } else if (sums[0].defined() || sums[1].defined() || sums[2].defined() || sums[3].defined()) {
+    } else if (any_sums) {
       run(0, r.numel, 0);
     } else {
       at::parallel_for(0, r.numel, kPart, [&](int64_t begin, int64_t end) { run(begin, end, 0); });
     }
-    for (int k = 0; k < op.operands; ++k)
-      if (sums[k].defined()) {
-        // Memory order: the partial sums have the strides of the gradient.
-        at::Tensor& to = work.out[full + k];
-        to.as_strided({to.numel()}, {1}).copy_(sums[k].sum(0));
-      }
+    for (int k = 0; k < op.operands; ++k) {
+      const at::Tensor& sum = sums[op.kernel_operand(k)];
+      if (!sum.defined()) continue;
+      // Memory order: the partial sums have the strides of the gradient.
+      at::Tensor& to = work.out[full_outputs(mode) + k];
+      to.as_strided({to.numel()}, {1}).copy_(sum.sum(0));
+    }
   }
-  push(stack, count_arguments(op, mode), std::move(work.out));
 }
 
 // ---- CUDA -----------------------------------------------------------------------------------------------------
 
 #if defined(FUSED_ACT_WITH_CUDA)
-void run_cuda(const Operator& op, Mode mode, const c10::OperatorHandle&, c10::DispatchKeySet, torch::jit::Stack* stack) {
-  const Arguments a = unpack(op, mode, *stack);
-  check_tensors(op, mode, a);
+void run_cuda(const Operator& op, Mode mode, const Arguments& a, Work& work) {
   const c10::cuda::CUDAGuard guard(a.x.device());
-  Work work;
-  prepare(op, mode, a, work, /*narrow_operands=*/true);
+  prepare(op, mode, a, work, /*cuda=*/true, !work.out.empty());
   Request& r = work.request;
-  const int full = mode == Mode::double_backward ? 2 : 1;
-  at::Tensor narrow[kMaxOperands];  // gradients that the kernels write in the compute type
-  if (has_g(mode)) {
-    const at::ScalarType compute = a.x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-    for (int k = 0; k < op.operands; ++k) {
-      at::Tensor to = work.out[full + k];
-      if (!to.defined()) continue;
-      if (r.numel == 0) {
-        to.zero_();
-        continue;
-      }
-      if (to.scalar_type() != a.x.scalar_type() && to.scalar_type() != compute)
-        to = narrow[k] = at::empty_like(to, to.options().dtype(compute));
-      const Placement p = place(op, a, op.operand_name(k).c_str(), to);
-      r.operand_gradient[k] = {to.mutable_data_ptr(), dtype_of(to.scalar_type()), broadcast_strides(work, a.x, p, to), to.numel()};
-    }
-  }
   if (r.numel > 0) {
     struct Workspace {
       std::vector<at::Tensor> buffers;
@@ -568,11 +892,41 @@ void run_cuda(const Operator& op, Mode mode, const c10::OperatorHandle&, c10::Di
     const char* error = fused_act::run_cuda(op.index, r, geometry, cuda);
     TORCH_CHECK(!error, op.label(), ": CUDA kernel launch failed: ", error);
     for (int k = 0; k < op.operands; ++k)
-      if (narrow[k].defined()) work.out[full + k].copy_(narrow[k]);
+      if (work.narrow[k].defined()) work.out[full_outputs(mode) + k].copy_(work.narrow[k]);
   }
-  push(stack, count_arguments(op, mode), std::move(work.out));
 }
 #endif
+
+// The dispatcher kernels of a device, from what runs on it.
+template <void (*run_on_device)(const Operator&, Mode, const Arguments&, Work&)>
+void run(const Operator& op, Mode mode, const c10::OperatorHandle&, c10::DispatchKeySet, torch::jit::Stack* stack) {
+  const Arguments a = unpack(op, mode, *stack);
+  check_tensors(op, mode, a);
+  Work work;
+  run_on_device(op, mode, a, work);
+  push(stack, count_arguments(op, mode), std::move(work.out));
+}
+
+template <void (*run_on_device)(const Operator&, Mode, const Arguments&, Work&)>
+void run_in_place(const Operator& op, Mode mode, const c10::OperatorHandle&, c10::DispatchKeySet,
+                  torch::jit::Stack* stack) {
+  const Arguments a = unpack(op, mode, *stack);
+  check_tensors(op, mode, a);
+  TORCH_CHECK(at::has_internal_overlap(a.x) != at::MemOverlap::Yes, op.label(), "_: elements of ", op.input,
+              " share memory (shape ", a.x.sizes(), ", strides ", a.x.strides(), "), so it cannot be written in place");
+  Work work;
+  work.out = {a.x};
+  run_on_device(op, mode, a, work);
+  push(stack, count_arguments(op, mode), std::move(work.out));
+}
+
+// Under functionalization a mutation is a new value that is copied to the old one.
+void run_functionalized(const Operator& op, Mode mode, const c10::OperatorHandle&, c10::DispatchKeySet,
+                        torch::jit::Stack* stack) {
+  const Arguments a = unpack(op, mode, *stack);
+  a.x.copy_(call(op, mode, a)[0]);
+  push(stack, count_arguments(op, mode), {a.x});
+}
 
 }  // namespace
 
@@ -588,13 +942,27 @@ TORCH_LIBRARY(fused_act, library) {
         library.impl(name.c_str(), torch::dispatch(key, std::move(kernel)));
       };
       implement(c10::DispatchKey::Meta, BoxedKernel<&run_meta>::make(op, mode));
-      implement(c10::DispatchKey::CPU, BoxedKernel<&run_cpu>::make(op, mode));
+      implement(c10::DispatchKey::CPU, BoxedKernel<&run<run_cpu>>::make(op, mode));
 #if defined(FUSED_ACT_WITH_CUDA)
-      implement(c10::DispatchKey::CUDA, BoxedKernel<&run_cuda>::make(op, mode));
+      implement(c10::DispatchKey::CUDA, BoxedKernel<&run<run_cuda>>::make(op, mode));
 #endif
       implement(c10::DispatchKey::Autograd, autograd_kernel(op, mode));
       op.handles[m] = c10::Dispatcher::singleton().findSchemaOrThrow(("fused_act::" + name).c_str(), "");
     }
+    if (op.in_place_schema.empty()) continue;
+    const std::string name = op.name + "_";
+    library.def(torch::schema(op.in_place_schema.c_str()), {at::Tag::pt2_compliant_tag});
+    const auto implement = [&](c10::DispatchKey key, torch::CppFunction&& kernel) {
+      library.impl(name.c_str(), torch::dispatch(key, std::move(kernel)));
+    };
+    implement(c10::DispatchKey::Meta, BoxedKernel<&run_meta_in_place>::make(op, Mode::forward));
+    implement(c10::DispatchKey::CPU, BoxedKernel<&run_in_place<run_cpu>>::make(op, Mode::forward));
+#if defined(FUSED_ACT_WITH_CUDA)
+    implement(c10::DispatchKey::CUDA, BoxedKernel<&run_in_place<run_cuda>>::make(op, Mode::forward));
+#endif
+    implement(c10::DispatchKey::Autograd, in_place_autograd_kernel(op));
+    implement(c10::DispatchKey::Functionalize, BoxedKernel<&run_functionalized>::make(op, Mode::forward));
+    op.in_place_handle = c10::Dispatcher::singleton().findSchemaOrThrow(("fused_act::" + name).c_str(), "");
   }
 }
 
@@ -614,19 +982,20 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   py::list table;
   for (const Operator& op : operators()) {
     py::list parameters;
-    for (const Parameter& p : op.parameters)
-      parameters.append(py::make_tuple(p.name, p.is_operand ? "operand" : "scalar", p.default_value));
+    for (const Parameter& p : op.parameters) {
+      static const char* kinds[] = {"operand", "scalar", "activation"};
+      py::object value = py::none();
+      if (p.default_value) value = py::float_(*p.default_value);
+      if (p.kind == Parameter::activation && !p.default_text.empty())
+        value = py::str(p.default_text.substr(1, p.default_text.size() - 2));
+      parameters.append(py::make_tuple(p.name, kinds[p.kind], value, p.optional));
+    }
     py::dict schemas;
-    for (int m = 0; m < kModes; ++m) {
-      const std::string name = op.name + kModeSuffixes[m];
-      schemas[name.c_str()] = op.schemas[m];
-      static const char* meanings[kModes] = {
-          "Returns", "Returns the directional derivative (forward mode) of",
-          "Returns the gradients, given grad_output, of",
-          "Returns the gradients of the backward function, given cotangents of its results, of"};
-      const std::string doc = op.schemas[m] + "\n\n" + meanings[m] + " `" + op.expression + "`." +
+    const auto define = [&](const std::string& name, const std::string& schema, const c10::OperatorHandle& handle,
+                            const std::string& meaning) {
+      schemas[name.c_str()] = schema;
+      const std::string doc = schema + "\n\n" + meaning + " `" + op.expression + "`." +
                               (op.gradient.empty() ? "" : "\nGradient at kinks and ties: " + op.gradient + ".");
-      const c10::OperatorHandle handle = *op.handles[m];
       module.def(
           name.c_str(),
           [handle](const py::args& args, const py::kwargs& kwargs) {
@@ -638,12 +1007,25 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
             return torch::jit::createPyObjectForStack(std::move(stack));
           },
           doc.c_str());
-    }
+    };
+    static const char* meanings[kModes] = {
+        "Returns", "Returns the directional derivative (forward mode) of",
+        "Returns the gradients, given grad_output, of",
+        "Returns the gradients of the backward function, given cotangents of its results, of"};
+    for (int m = 0; m < kModes; ++m) define(op.name + kModeSuffixes[m], op.schemas[m], *op.handles[m], meanings[m]);
+    if (op.in_place_handle)
+      define(op.name + "_", op.in_place_schema, *op.in_place_handle, "Overwrites " + op.input + " with");
+    static const char* packings[] = {"", "halves", "pairs"};
     py::dict entry;
     entry["name"] = op.name;
+    entry["input"] = op.input;
     entry["parameters"] = py::tuple(parameters);
+    entry["dim"] = op.dim;
+    entry["packing"] = packings[int(op.packing)];
     entry["expression"] = op.expression;
     entry["gradient"] = op.gradient;
+    entry["origin"] = op.origin;
+    entry["is_activation"] = op.is_activation();
     entry["schemas"] = schemas;
     table.append(entry);
   }

@@ -10,31 +10,48 @@
 #include <vector>
 
 #include "kernels/dependencies.h"
+#include "kernels/pattern.h"
 
 namespace fused_act {
 
+constexpr int kMaxParameters = 8;  // of a kind
+
 struct Parameter {
+  enum Kind { operand, scalar, activation } kind;
   std::string name;
-  bool is_operand;
-  std::string default_text;
+  bool optional = false;  // may be None
+  std::string default_text;  // as in the schema; empty: none
   std::optional<double> default_value;
 };
 
+enum class Packing { none, halves, pairs };
+
 struct Operator {
   int index = 0;  // place in the list
-  std::string name, expression, gradient;
+  std::string name, expression, origin, gradient;
+  std::string input;  // name of the first parameter
   std::vector<Parameter> parameters;
+  std::vector<Entry> entries;
+  bool fixed = false;  // its steps are the same in every call: `program` and `dependencies` hold
+  Packing packing = Packing::none;
   int operands = 0, scalars = 0;
+  std::optional<int64_t> dim;  // the default of the parameter "dim", where there is one
+  Program program;
+  double absent[kMaxParameters] = {};  // a fixed operator's scalars where None is given
   Dependencies dependencies[kModes];
-  std::string schemas[kModes];
-  std::optional<c10::OperatorHandle> handles[kModes];
+  std::string schemas[kModes], in_place_schema;  // empty: no such variant
+  std::optional<c10::OperatorHandle> handles[kModes], in_place_handle;
 
   std::string label() const { return "fused_act." + name; }
   const std::string& operand_name(int k) const;
+  bool operand_is_optional(int k) const;
+  // A packed x brings an operand of its own, which comes first.
+  int kernel_operand(int k) const { return k + (packing != Packing::none); }
+  int kernel_operands() const { return kernel_operand(operands); }
+  // Can it be chosen by name where an operator takes an activation?
+  bool is_activation() const { return fixed && operands == 0; }
 };
 
-constexpr bool has_g(Mode mode) { return mode == Mode::backward || mode == Mode::double_backward; }
-constexpr bool has_u(Mode mode) { return mode == Mode::jvp || mode == Mode::double_backward; }
 constexpr const char* kModeSuffixes[kModes] = {"", "_jvp", "_backward", "_double_backward"};
 
 // The list, in its order.
@@ -50,7 +67,8 @@ const std::vector<Operator>& operators();
 // dim exists where the operator has operands, and so does backward's output_mask. Outputs are numbered as returned:
 // the full ones first, then a gradient for each operand.
 struct Constants {
-  double scalars[kMaxScalars] = {};
+  std::optional<double> scalars[kMaxParameters];
+  std::string activation;
   int64_t dim = 1;
   bool asked[2 + kMaxOperands] = {true, true, true, true, true, true};
 };
@@ -67,8 +85,19 @@ torch::jit::Stack pack(const Operator&, Mode, const Arguments&);
 // Calls the dispatcher operator of that mode; outputs not asked for are undefined.
 std::vector<at::Tensor> call(const Operator&, Mode, const Arguments&);
 
-// The autograd kernel of one dispatcher operator (autograd.cpp).
+// The steps of a call with their scalars.
+struct Steps {
+  Program program;
+  double scalars[kMaxScalars] = {};
+  bool linear_until_last = false;  // additions, then at most one step,
+  bool last_from_output = false;   // whose derivative its result tells
+};
+Steps steps_of(const Operator&, const Arguments&);
+Dependencies dependencies_of(const Operator&, Mode, const Arguments&);
+
+// The autograd kernels of one dispatcher operator (autograd.cpp).
 torch::CppFunction autograd_kernel(const Operator&, Mode);
+torch::CppFunction in_place_autograd_kernel(const Operator&);
 
 // A boxed dispatcher kernel that knows its operator and mode.
 template <void (*run)(const Operator&, Mode, const c10::OperatorHandle&, c10::DispatchKeySet, torch::jit::Stack*)>

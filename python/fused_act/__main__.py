@@ -1,10 +1,10 @@
-"""The command line: `python -m fused_act info` and `python -m fused_act demo`."""
+"""The command line: `python -m fused_act info`, `operators` and `demo`."""
 
 import argparse
 import sys
 from collections.abc import Sequence
 
-from . import demo, info
+from . import demo, info, operators
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -13,6 +13,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     command = commands.add_parser("info", help="print versions, devices and SIMD level: what a bug report needs")
     command.set_defaults(run=info.run)
+
+    command = commands.add_parser("operators", help="print the table of operators in Markdown: docs/operators.md")
+    command.set_defaults(run=operators.run)
 
     # Its extras (scikit-learn, matplotlib, rich) are imported when it runs.
     command = commands.add_parser("demo", help="compare with eager PyTorch, then train a small net with both")

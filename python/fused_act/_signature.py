@@ -23,23 +23,34 @@ def define(name: str, parameters: list[str], body: list[str], module: dict[str, 
 
 def annotated(p: Parameter) -> str:
     """A parameter as it stands in the signature of a function."""
-    if p.kind == "operand":
-        return f"{p.name}: Tensor"
-    return f"{p.name}: float" + ("" if p.default is None else f" = {p.default!r}")
+    type_ = {"operand": "Tensor", "scalar": "float", "activation": "str"}[p.kind]
+    if p.optional:
+        return f"{p.name}: {type_} | None = None"
+    return f"{p.name}: {type_}" + ("" if p.default is None else f" = {p.default!r}")
 
 
 def describe_parameters(op: Operator, operands: bool = True) -> list[str]:
     lines = []
     for p in op.parameters:
-        if p.kind == "operand" and not operands:
-            continue
-        if p.kind == "operand":
+        left_out = " None: left out." if p.optional else ""
+        if p.is_input:
+            if operands:
+                lines.append(f"{p.name}: a tensor of the shape of ``{op.input}``, or one that broadcasts to it.")
+        elif p.kind == "operand":
+            if operands:
+                lines.append(
+                    f"{p.name}: one value per element of dimension ``dim`` of ``{op.input}``, or any shape that "
+                    f"broadcasts to ``{op.input}`` without enlarging it; any of the four dtypes.{left_out}"
+                )
+        elif p.kind == "activation":
+            lines.append(f"{p.name}: ``linear`` or the name of an activation: an operator without operands.")
+        elif p.name == "alpha" and any(q.kind == "activation" for q in op.parameters):
             lines.append(
-                f"{p.name}: one value per element of dimension ``dim`` of ``x``, or any shape that broadcasts to "
-                "``x`` without enlarging it; any of the four dtypes."
+                "alpha: the first parameter of the activation; None: its default. Its other parameters have their "
+                "defaults, or 0."
             )
         else:
-            lines.append(f"{p.name}: a number, kept in the compute type.")
+            lines.append(f"{p.name}: a number, kept in the compute type.{left_out}")
     if op.operands:
-        lines.append("dim: the dimension of ``x`` that a one-dimensional operand lies along.")
+        lines.append(f"dim: the dimension of ``{op.input}`` that a one-dimensional operand lies along.")
     return lines

@@ -117,9 +117,11 @@ def nn_stub() -> str:
     stubs = [HEADER]
     for operator in ops():
         module = getattr(nn, operator.module)
-        attributes = {p.name: "torch.nn.Parameter" if p.kind == "operand" else "float" for p in operator.parameters}
-        if "torch.nn.Parameter" in attributes.values():
-            attributes |= {"num_features": "int", "dim": "int"}
+        types = {"operand": "torch.nn.Parameter", "scalar": "float", "activation": "str"}
+        held = [p for p in operator.parameters if not p.is_input]
+        attributes = {p.name: types[p.kind] + (" | None" if p.optional else "") for p in held}
+        if any(p.kind == "operand" for p in held):
+            attributes |= {"num_features": "int | None", "dim": "int"}
         lines = [f"class {operator.module}(torch.nn.Module):"]
         lines.append(textwrap.indent('"""' + inspect.cleandoc(module.__doc__) + '"""', "    "))
         lines += [f"    {name}: {type_}" for name, type_ in attributes.items()]
@@ -128,6 +130,7 @@ def nn_stub() -> str:
         forward = python_signature(module.forward, "Tensor")
         lines += [f"    def {name}{forward}: ..." for name in ("forward", "__call__")]
         stubs.append("\n".join(lines) + "\n")
+    stubs.append(function_stub("fold_batchnorm", str(inspect.signature(nn.fold_batchnorm)), nn.fold_batchnorm.__doc__))
     return "\n".join(stubs)
 
 

@@ -36,7 +36,7 @@ def _like_operand(
     return t.expand(batch, *t.shape[1:]) if spread else t
 
 
-def _rule(op: Operator, schema: torch._C.FunctionSchema, call):
+def _rule(op: Operator, schema: torch._C.FunctionSchema, call, in_place: bool = False):
     operands = set(op.operands)
     names = [a.name for a in schema.arguments]
     defaults = [a.default_value if a.has_default_value() else None for a in schema.arguments]
@@ -52,16 +52,17 @@ def _rule(op: Operator, schema: torch._C.FunctionSchema, call):
         values = dict(zip(names, defaults)) | dict(zip(names, args)) | kwargs
         bdims = dict(zip(names, in_dims)) | {name: None for name in kwargs}
         batch = info.batch_size
-        dims = values["x"].dim() - (bdims["x"] is not None)
+        dims = values[op.input].dim() - (bdims[op.input] is not None)
         dim = values.get("dim", 0)
         if operands and dims and -dims <= dim < dims:
             dim %= dims
         elif operands and any(
             values[o].dim() - (bdims[o] is not None) == 1 and values[o].shape[-1 if bdims[o] in (None, 0) else 0] != 1
             for o in operands
+            if values[o] is not None
         ):
-            raise IndexError(f"fused_act.{op.name}: dim is {dim}, but x has {dims} dimensions")
-        device = values["x"].device
+            raise IndexError(f"fused_act.{op.name}: dim is {dim}, but {op.input} has {dims} dimensions")
+        device = values[op.input].device
         shapes = {}
         for name in names:
             value = values[name]
@@ -78,7 +79,11 @@ def _rule(op: Operator, schema: torch._C.FunctionSchema, call):
                 values[name] = _like_x(value, bdim, batch)
         if "dim" in values:
             values["dim"] = 0  # read only by a one-dimensional operand: that of a batch of numbers
+        if in_place and bdims[op.input] is None:
+            raise ValueError(f"fused_act.{op.in_place}: {op.input} is not batched, but another argument is")
         out = call(*values.values())
+        if in_place:
+            return args[0], bdims[op.input]
         if not isinstance(out, tuple):
             return out, 0
         out = [
@@ -95,3 +100,6 @@ def register() -> None:
         for name in (op.name, *op.derived):
             overload = getattr(torch.ops.fused_act, name).default
             torch.library.register_vmap(f"fused_act::{name}", _rule(op, overload._schema, overload))
+        if op.in_place:
+            overload = getattr(torch.ops.fused_act, op.in_place).default
+            torch.library.register_vmap(f"fused_act::{op.in_place}", _rule(op, overload._schema, overload, True))

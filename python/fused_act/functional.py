@@ -12,38 +12,61 @@ from torch import Tensor
 from ._signature import annotated, define, describe_parameters
 from ._table import OPERATORS, Operator
 
-__all__ = [op.name for op in OPERATORS]
+__all__ = [name for op in OPERATORS for name in (op.name, op.in_place) if name]
 
 
-def _document(op: Operator) -> str:
+def _document(op: Operator, in_place: bool) -> str:
     lines = [f"``{op.expression}``, in one kernel, forward and backward.", "", "Args:"]
-    lines.append("    x: a tensor of any shape and strides; float16, bfloat16, float32 or float64, CPU or CUDA.")
+    shape = {
+        "": "any shape and strides",
+        "halves": "shape (..., 2 d), the gate in the first half of the last dimension; any strides",
+        "pairs": "shape (..., 2 d), the gate at even places of the last dimension; any strides",
+    }[op.packing]
+    lines.append(f"    {op.input}: a tensor of {shape}; float16, bfloat16, float32 or float64, CPU or CUDA.")
     lines += [f"    {line}" for line in describe_parameters(op)]
-    lines += ["", "Returns:", "    A tensor with the dtype and the strides of ``torch.empty_like(x)``.", ""]
+    lines += ["", "Returns:"]
+    if in_place:
+        lines.append(f"    ``{op.input}``, overwritten.")
+    elif op.packing:
+        lines.append(f"    A tensor of shape (..., d) with the dtype of ``{op.input}``, rounded once.")
+    else:
+        lines.append(f"    A tensor with the dtype and the strides of ``torch.empty_like({op.input})``.")
+    lines.append("")
     if op.gradient:
         lines += [f"Gradient at kinks and ties: {op.gradient}.", ""]
-    lines += ["Raises:", "    TypeError: a dtype that is not one of the four."]
+    lines += [f"Source: {op.origin}.", "", "Raises:", "    TypeError: a dtype that is not one of the four."]
     if op.operands:
-        lines.append("    ValueError: an operand whose shape does not fit ``x``.")
-        lines.append("    IndexError: a ``dim`` that ``x`` does not have.")
+        lines.append(f"    ValueError: an operand whose shape does not fit ``{op.input}``.")
+        lines.append(f"    IndexError: a ``dim`` that ``{op.input}`` does not have.")
+    if any(p.kind == "activation" for p in op.parameters):
+        lines.append("    ValueError: an activation that does not exist, or an ``alpha`` for one without a parameter.")
+    if op.packing:
+        lines.append("    ValueError: a last dimension that cannot be split in two.")
+    if in_place:
+        lines.append(
+            f"    RuntimeError: elements of ``{op.input}`` that share memory, or a gradient that would need the"
+        )
+        lines.append("        overwritten values.")
     return "\n".join(lines)
 
 
-def _make(op: Operator):
-    parameters = ["x: Tensor", *map(annotated, op.parameters)]
-    arguments = ["x", *(p.name for p in op.parameters)]
+def _make(op: Operator, name: str):
+    parameters = [f"{op.input}: Tensor", *map(annotated, op.parameters)]
+    arguments = [op.input, *(p.name for p in op.parameters)]
     if op.operands:
-        parameters.append("dim: int = 1")
+        parameters.append(f"dim: int = {op.dim}")
         arguments.append("dim")
-    operator = f"_{op.name}_operator"  # a global: two attribute look-ups less in each call
-    globals()[operator] = getattr(torch.ops.fused_act, op.name).default
-    function = define(op.name, parameters, [f"return {operator}({', '.join(arguments)})"], globals())
+    operator = f"_{name}_operator"  # a global: two attribute look-ups less in each call
+    globals()[operator] = getattr(torch.ops.fused_act, name).default
+    function = define(name, parameters, [f"return {operator}({', '.join(arguments)})"], globals())
     function.__annotations__["return"] = Tensor
-    function.__doc__ = _document(op)
+    function.__doc__ = _document(op, name == op.in_place)
     return function
 
 
 for _op in OPERATORS:
-    globals()[_op.name] = _make(_op)
+    for _name in (_op.name, _op.in_place):
+        if _name:
+            globals()[_name] = _make(_op, _name)
 
-del _op
+del _op, _name

@@ -17,28 +17,40 @@ struct Dependencies {
   uint32_t operand[kMaxOperands] = {};  // of the operands' gradients
 };
 
-template <class Op, Mode mode>
-Dependencies dependencies() {
-  constexpr int O = Op::kOperands;
-  Inputs<Trace, O> in{};
-  Present<O> present{};
-  in.x = {input::x, false};
-  in.g = {input::g, false};
-  in.u = {input::u, false};
-  present.u = true;
-  for (int k = 0; k < O; ++k) {
-    in.operand[k] = {input::operand(k), false};
-    in.v[k] = {input::v(k), false};
-    present.v[k] = true;
-  }
+namespace trace {
+struct Io {
+  Dependencies& found;
+  Trace operand(int k) const { return {input::operand(k), false}; }
+  Trace direction(int k) const { return {input::v(k), false}; }
+  bool moves(int) const { return true; }
+  void gradient(int k, const Trace& t) { found.operand[k] |= t.inputs; }
+};
+
+template <Mode mode>
+Dependencies dependencies(const Program& program) {
+  Dependencies d;
+  Io io{d};
   Scalar<float> scalars[kMaxScalars];
   for (Scalar<float>& s : scalars) s = Scalar<float>::of(1);
-  const Outputs<Trace, O> out = evaluate<Op, mode, Trace>(in, present, scalars);
-  Dependencies d;
-  for (int n = 0; n < full_outputs<mode>; ++n) d.full[n] = out.full[n].inputs;
-  if constexpr (has_operand_gradients<mode>)
-    for (int k = 0; k < O; ++k) d.operand[k] = out.operand[k].inputs;
+  const Outputs<Trace> out = evaluate<mode>(program, scalars, Trace{input::x, false}, Trace{input::g, false},
+                                            Trace{input::u, false}, true, io);
+  for (int n = 0; n < full_outputs(mode); ++n) d.full[n] = out.full[n].inputs;
   return d;
+}
+}  // namespace trace
+
+inline Dependencies dependencies(const Program& program, Mode mode) {
+  switch (mode) {
+    case Mode::forward:
+      return trace::dependencies<Mode::forward>(program);
+    case Mode::jvp:
+      return trace::dependencies<Mode::jvp>(program);
+    case Mode::backward:
+      return trace::dependencies<Mode::backward>(program);
+    case Mode::double_backward:
+      break;
+  }
+  return trace::dependencies<Mode::double_backward>(program);
 }
 
 }  // namespace fused_act

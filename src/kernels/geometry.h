@@ -1,4 +1,4 @@
-// The iteration space of a Request: the outputs' elements in memory order, with the dimensions that all tensors can
+// The iteration space of a Request: the elements in the outputs' memory order, with the dimensions that all tensors can
 // walk as one merged. After that most requests have one dimension (plain) or three (outer, channel, inner).
 #pragma once
 
@@ -11,11 +11,11 @@ namespace fused_act {
 constexpr int kMaxDims = 16;
 
 // Which row of Geometry::strides belongs to which tensor.
-constexpr int kX = 0, kG = 1, kU = 2, kOperand = 3, kV = kOperand + kMaxOperands, kGradient = kV + kMaxOperands,
-              kTensors = kGradient + kMaxOperands;
+constexpr int kX = 0, kG = 1, kU = 2, kOut = 3, kOperand = kOut + 2, kV = kOperand + kMaxOperands,
+              kGradient = kV + kMaxOperands, kTensors = kGradient + kMaxOperands;
 
 struct Geometry {
-  int ndim = 0;  // outermost dimension first; the output's offset is the linear index itself
+  int ndim = 0;  // outermost dimension first
   int64_t sizes[kMaxDims];
   int64_t strides[kTensors][kMaxDims];
   bool too_many_dims = false;
@@ -66,6 +66,7 @@ inline Geometry make_geometry(const Request& r) {
   use(kX, r.x.data, r.x.strides);
   use(kG, r.g.data, r.g.strides);
   use(kU, r.u.data, r.u.strides);
+  for (int n = 0; n < 2; ++n) use(kOut + n, r.out[n].data, r.out[n].strides);
   for (int i = 0; i < kMaxOperands; ++i) {
     const bool exists = i < r.operands;
     use(kOperand + i, exists && r.operand[i].data, r.operand[i].strides);
@@ -77,9 +78,9 @@ inline Geometry make_geometry(const Request& r) {
   int order[kMaxTorchDims], n = 0;
   for (int d = 0; d < r.ndim; ++d)
     if (r.sizes[d] != 1) order[n++] = d;
-  // Insertion sort by descending output stride: nearly always sorted already.
+  // Insertion sort by descending stride: nearly always sorted already.
   for (int i = 1; i < n; ++i)
-    for (int j = i; j > 0 && r.out_strides[order[j - 1]] < r.out_strides[order[j]]; --j)
+    for (int j = i; j > 0 && r.order[order[j - 1]] < r.order[order[j]]; --j)
       std::swap(order[j - 1], order[j]);
 
   for (int i = 0; i < n; ++i) {

@@ -10,10 +10,14 @@ namespace fused_act {
 
 enum class Dtype : int { f16, bf16, f32, f64 };
 
-// Strides are in elements and per dimension of x; a broadcast dimension has stride 0.
+// Strides are in elements and per dimension of the iteration space; a broadcast dimension has stride 0.
 struct Request {
   struct Tensor {
     const void* data = nullptr;  // null: not read
+    const int64_t* strides = nullptr;
+  };
+  struct Output {
+    void* data = nullptr;  // null: not asked for
     const int64_t* strides = nullptr;
   };
   struct Operand {
@@ -34,14 +38,16 @@ struct Request {
   int ndim = 0;
   int64_t numel = 0;
   const int64_t* sizes = nullptr;
-  const int64_t* out_strides = nullptr;  // of every full output: dense, in some order of the dimensions
+  const int64_t* order = nullptr;  // strides whose descending order is that of the walk
   Tensor x, g, u;
+  bool pairs = false;  // tensors with a stride of 2 are one half of a buffer of pairs, whose other half may be read too
   Operand operand[kMaxOperands], v[kMaxOperands];
   bool v_present[kMaxOperands] = {};
-  void* out[2] = {};  // null: not asked for
+  Output out[2];
   OperandGradient operand_gradient[kMaxOperands];
   int operands = 0;
-  double scalars[kMaxScalars] = {};
+  Program program;
+  double scalars[kMaxScalars] = {};  // of the program's steps, in their order
 };
 
 }  // namespace fused_act

@@ -1,6 +1,10 @@
 // The primitives that steps are made of. Each states its value and, beside it, its derivative's conventions at kinks,
 // ties and NaN: those of PyTorch's autograd, which no calculus can derive.
+//
+// None has the name of a function of at::vec (clamp, clamp_max, minimum): on SIMD registers that one would be called.
 #pragma once
+
+#include <type_traits>
 
 #include "numbers.h"
 
@@ -35,6 +39,23 @@ FUSED_ACT_FN Dual<N, K> chain_rule(const Dual<N, K>& x, const N& value, const ma
   return r;
 }
 
+// The chain rule where the derivative exists everywhere. `slope` is a formula of its own, evaluated on the inner
+// number: where that has tangents, so has the slope, and they are the second derivative.
+template <class N, int K>
+FUSED_ACT_FN Dual<N, K> smooth(const Dual<N, K>& x, const N& value, const N& slope) {
+  return chain_rule(x, value, Arithmetic<N>::mask(true), [&](const auto& t) { return mul(t, slope); });
+}
+
+// x as a constant: no tangent passes.
+template <class N>
+FUSED_ACT_FN N fixed(const N& x) {
+  if constexpr (is_dual<N>::value) {
+    return chain_rule(x, x.value, mask_t<N>(Arithmetic<N>::mask(false)), [](const auto& t) { return t; });
+  } else {
+    return x;
+  }
+}
+
 // max(x, 0). NaN stays NaN (a maximum that drops NaN would give 0). Derivative: 0 at 0, 1 at NaN.
 template <class N>
 FUSED_ACT_FN N relu(const N& x) {
@@ -61,29 +82,101 @@ FUSED_ACT_FN N leaky_relu(const N& x, compute_t<N> slope) {
   }
 }
 
-// min(max(x, lo), hi). NaN stays NaN. Derivative: 1 at either bound, 0 at NaN (torch.clamp).
+// min(max(x, lo), hi). NaN stays NaN, and a NaN bound gives NaN everywhere, as eager fills the result with it.
+// Derivative: 1 at either bound, 0 at NaN (torch.clamp before 2.14, which has 0 at the bounds).
 template <class N>
-FUSED_ACT_FN N clamp(const N& x, compute_t<N> lo, compute_t<N> hi) {
+FUSED_ACT_FN N clamp_between(const N& x, compute_t<N> lo, compute_t<N> hi) {
   if constexpr (is_dual<N>::value) {
     using A = Arithmetic<N>;
     using B = Arithmetic<decltype(base(x))>;
     const auto v = base(x);
     const auto inside = A::both(B::less_equal(B::constant(lo), v), B::less_equal(v, B::constant(hi)));
-    return chain_rule(x, clamp(x.value, lo, hi), inside, [](const auto& t) { return t; });
+    return chain_rule(x, clamp_between(x.value, lo, hi), inside, [](const auto& t) { return t; });
   } else {
+    if (!(lo == lo && hi == hi)) return constant<N>(lo + hi);
     const N low = constant<N>(lo), high = constant<N>(hi);
     const N raised = select(Arithmetic<N>::less(x, low), low, x);
     return select(Arithmetic<N>::less(high, raised), high, raised);
   }
 }
 
+// The same value. Derivative: 0 at either bound, 1 at NaN (F.hardtanh, F.relu6).
+template <class N>
+FUSED_ACT_FN N hardtanh(const N& x, compute_t<N> lo, compute_t<N> hi) {
+  if constexpr (is_dual<N>::value) {
+    using A = Arithmetic<N>;
+    using B = Arithmetic<decltype(base(x))>;
+    const auto v = base(x);
+    const auto outside = A::either(B::less_equal(v, B::constant(lo)), B::less_equal(B::constant(hi), v));
+    return chain_rule(x, hardtanh(x.value, lo, hi), A::negate(outside), [](const auto& t) { return t; });
+  } else {
+    return clamp_between(x, lo, hi);
+  }
+}
+
+// min(x, c) with c a number. NaN in either gives NaN. Derivative: 1 at c, 0 at NaN (torch.clamp(x, max=c)).
+template <class N>
+FUSED_ACT_FN N capped(const N& x, compute_t<N> c) {
+  if constexpr (is_dual<N>::value) {
+    using B = Arithmetic<decltype(base(x))>;
+    const auto inside = B::less_equal(base(x), B::constant(c));
+    return chain_rule(x, capped(x.value, c), inside, [](const auto& t) { return t; });
+  } else {
+    if (!(c == c)) return constant<N>(c);
+    return select(above(x, c), constant<N>(c), x);
+  }
+}
+
+// value where x <= limit, else x. NaN stays NaN. Derivative: 0 at the limit, 1 at NaN (F.threshold).
+template <class N>
+FUSED_ACT_FN N threshold(const N& x, compute_t<N> limit, compute_t<N> value) {
+  using B = Arithmetic<decltype(base(x))>;
+  const auto v = base(x);
+  const auto replaced = B::less_equal(v, B::constant(limit));
+  if constexpr (is_dual<N>::value) {
+    return chain_rule(x, threshold(x.value, limit, value), B::negate(replaced), [](const auto& t) { return t; });
+  } else {
+    return select(replaced, constant<N>(value), x);
+  }
+}
+
+// -lambda <= x <= lambda. False at NaN and for a NaN lambda.
+template <class N>
+FUSED_ACT_FN mask_t<N> shrinks(const N& x, compute_t<N> lambda) {
+  using A = Arithmetic<N>;
+  return A::both(A::less_equal(constant<N>(-lambda), x), A::less_equal(x, constant<N>(lambda)));
+}
+
+// 0 where |x| <= lambda, else x. Derivative: 0 at +-lambda, 1 at NaN (F.hardshrink).
+template <class N>
+FUSED_ACT_FN N hardshrink(const N& x, compute_t<N> lambda) {
+  if constexpr (is_dual<N>::value) {
+    const auto passes = Arithmetic<N>::negate(shrinks(base(x), lambda));
+    return chain_rule(x, hardshrink(x.value, lambda), passes, [](const auto& t) { return t; });
+  } else {
+    return select(shrinks(x, lambda), constant<N>(0), x);
+  }
+}
+
+// 0 where |x| <= lambda, else x moved towards 0 by lambda. Derivative: 0 at +-lambda, 1 at NaN (F.softshrink).
+template <class N>
+FUSED_ACT_FN N softshrink(const N& x, compute_t<N> lambda) {
+  if constexpr (is_dual<N>::value) {
+    const auto passes = Arithmetic<N>::negate(shrinks(base(x), lambda));
+    return chain_rule(x, softshrink(x.value, lambda), passes, [](const auto& t) { return t; });
+  } else {
+    const N moved = select(below(x, 0), shift(x, lambda), shift(x, -lambda));
+    return select(shrinks(x, lambda), constant<N>(0), moved);
+  }
+}
+
 // min(x, c) with c a tensor of one element. NaN in either gives NaN. Derivative: one half at a tie, 1 at NaN.
 template <class N>
-FUSED_ACT_FN N minimum(const N& x, compute_t<N> c) {
+FUSED_ACT_FN N minimum_with(const N& x, compute_t<N> c) {
   if constexpr (is_dual<N>::value) {
     const auto v = base(x);
     const auto tie = equals(v, c);
-    return chain_rule(x, minimum(x.value, c), not_above(v, c),
+    return chain_rule(x, minimum_with(x.value, c), not_above(v, c),
                       [&](const auto& t) { return select(tie, scale(t, compute_t<N>(0.5)), t); });
   } else {
     using A = Arithmetic<N>;
@@ -104,7 +197,323 @@ FUSED_ACT_FN N hardsigmoid(const N& x) {
     return chain_rule(x, hardsigmoid(x.value), inside, [](const auto& t) { return divide(t, Scalar<C>::of(6)); });
   } else {
     const Scalar<C> six{C(6), C(1.0f / 6.0f)};
-    return divide(clamp(shift(x, C(3)), C(0), C(6)), six);
+    return divide(clamp_between(shift(x, C(3)), C(0), C(6)), six);
+  }
+}
+
+// x * min(max(x + 3, 0), 6) / 6. Derivative: 0 at -3, 1 at 3 and at NaN (F.hardswish). The value is eager's to the bit,
+// as that of hardsigmoid.
+template <class N>
+FUSED_ACT_FN N hardswish(const N& x) {
+  using C = compute_t<N>;
+  if constexpr (is_dual<N>::value) {
+    using B = Arithmetic<decltype(base(x))>;
+    const auto v = base(x);
+    const auto dead = B::less_equal(v, B::constant(-3)), rises = below(v, 3);
+    const auto inner = shift(divide(x.value, Scalar<C>::of(3)), C(0.5));
+    const auto slope = select(rises, inner, constant<std::decay_t<decltype(inner)>>(1));
+    return chain_rule(x, hardswish(x.value), B::negate(dead), [&](const auto& t) { return mul(t, slope); });
+  } else {
+    const Scalar<C> six{C(6), C(1.0f / 6.0f)};
+    return divide(mul(x, clamp_between(shift(x, C(3)), C(0), C(6))), six);
+  }
+}
+
+// e^x.
+template <class N>
+FUSED_ACT_FN N exponential(const N& x) {
+  if constexpr (is_dual<N>::value) {
+    const auto value = exponential(x.value);
+    return smooth(x, value, value);
+  } else {
+    return Arithmetic<N>::exp(x);
+  }
+}
+
+// e^-|x|, differentiated on the side of 0 that `below(x, 0)` says. So a formula that takes the side by the same mask is
+// differentiated right at 0 too, where `absolute` would pass no tangent.
+template <class N>
+FUSED_ACT_FN N decay(const N& x) {
+  if constexpr (is_dual<N>::value) {
+    return exponential(select(below(base(x), 0), x, negative(x)));
+  } else {
+    return exponential(negative(absolute(x)));
+  }
+}
+
+// A constant in two parts: value + low has twice the digits of the compute type. A product with a constant that is
+// then exponentiated needs them: an error of half an ulp in t is one of |t| / 2 ulp in e^t.
+template <class C>
+struct Split {
+  C value, low;
+  FUSED_ACT_FN static constexpr Split of(double high, double low = 0) {
+    return {C(high), C((high - double(C(high))) + low)};
+  }
+};
+
+// What the rounding of t = c x left out. 0 where |t| is so large that e^-|t| is 0: there t may have overflowed.
+template <class N>
+FUSED_ACT_FN N product_low(const N& x, const Split<compute_t<N>>& c, const N& t) {
+  using A = Arithmetic<N>;
+  const N low = A::fma(x, constant<N>(c.low), A::fma(x, constant<N>(c.value), negative(t)));
+  return select(below(absolute(t), 2000), low, constant<N>(0));
+}
+
+// sigmoid(x) sigmoid(-x). As s (1 - s) it would lose 8 bits at x = 12, and silu's derivative multiplies it by x.
+template <class N>
+FUSED_ACT_FN N sigmoid_slope(const N& x) {
+  const N e = decay(x), d = shift(e, compute_t<N>(1));
+  return quotient(e, mul(d, d));
+}
+
+// 1 / (1 + e^-x). Both branches are quotients of positive sums, so nothing cancels or overflows.
+template <class N>
+FUSED_ACT_FN N sigmoid(const N& x) {
+  if constexpr (is_dual<N>::value) {
+    return smooth(x, sigmoid(x.value), sigmoid_slope(x.value));
+  } else {
+    const N e = decay(x);
+    return quotient(select(below(x, 0), e, constant<N>(1)), shift(e, compute_t<N>(1)));
+  }
+}
+
+// sigmoid(t + low), for real numbers. In the falling branch e also takes what the rounding of 1 + e left out, so that
+// one rounding is saved: 3.6 ulp for quick_gelu become 2.8. (1 - e / 2 is 1 / (1 + e) to 10 %.)
+template <class N>
+FUSED_ACT_FN N sigmoid_of_sum(const N& t, const N& low) {
+  using A = Arithmetic<N>;
+  using C = compute_t<N>;
+  const auto falls = below(t, 0);
+  const N one = constant<N>(1), e = decay(t), change = select(falls, low, negative(low));
+  const N d = add(one, e), d_low = A::fma(e, change, sub(e, sub(d, one)));
+  const N corrected = A::fma(e, sub(change, mul(d_low, A::fma(e, constant<N>(C(-0.5)), one))), e);
+  return quotient(select(falls, corrected, one), d);
+}
+
+// sigmoid(c x).
+template <class N>
+FUSED_ACT_FN N sigmoid_scaled(const N& x, const Split<compute_t<N>>& c) {
+  if constexpr (is_dual<N>::value) {
+    const auto slope = scale(sigmoid_slope(scale(x.value, c.value)), c.value);
+    return smooth(x, sigmoid_scaled(x.value, c), slope);
+  } else {
+    const N t = scale(x, c.value);
+    return sigmoid_of_sum(t, product_low(x, c, t));
+  }
+}
+
+// log(sigmoid(x)).
+template <class N>
+FUSED_ACT_FN N logsigmoid(const N& x) {
+  if constexpr (is_dual<N>::value) {
+    return smooth(x, logsigmoid(x.value), sigmoid(negative(x.value)));
+  } else {
+    return sub(select(below(x, 0), x, constant<N>(0)), Arithmetic<N>::log1p(decay(x)));
+  }
+}
+
+// sigmoid(beta x), 1 where beta x > limit. The second derivative is 0 at the limit, as autograd has it.
+template <class N>
+FUSED_ACT_FN N softplus_slope(const N& x, compute_t<N> beta, compute_t<N> limit) {
+  const N t = scale(x, beta), s = sigmoid(t);
+  const auto v = base(t);
+  return select(above(v, limit), constant<N>(1), select(equals(v, limit), fixed(s), s));
+}
+
+// log(1 + e^(beta x)) / beta; x where beta x > limit (F.softplus). Beyond 40, where e^-40 is below half an ulp of 40 in
+// float64 as well, it is x in any case: so a high limit cannot let beta x or the exponential overflow.
+template <class N>
+FUSED_ACT_FN N softplus(const N& x, compute_t<N> beta, compute_t<N> limit) {
+  using C = compute_t<N>;
+  if constexpr (is_dual<N>::value) {
+    return smooth(x, softplus(x.value, beta, limit), softplus_slope(x.value, beta, limit));
+  } else {
+    using A = Arithmetic<N>;
+    const N t = scale(x, beta), low = product_low(x, Split<C>{beta, C(0)}, t);
+    const auto falls = below(t, 0);
+    N e = decay(t);
+    e = A::fma(e, select(falls, low, negative(low)), e);
+    const N rest = A::log1p(e);
+    const N sum = select(falls, rest, add(t, add(low, rest)));
+    return select(above(t, limit > C(40) ? C(40) : limit), x, quotient(sum, constant<N>(beta)));
+  }
+}
+
+// inner e^(x / alpha), outer where x > 0 and at NaN. The second derivative is 0 at 0, as autograd has it.
+template <class N>
+FUSED_ACT_FN N elu_slope(const N& x, compute_t<N> outer, compute_t<N> inner, const Scalar<compute_t<N>>& alpha) {
+  using B = Arithmetic<decltype(base(x))>;
+  const auto v = base(x);
+  const N left = scale(exponential(divide(x, alpha)), inner);
+  const N right = select(equals(v, 0), fixed(left), constant<N>(outer));
+  return select(B::less(v, B::constant(0)), left, right);
+}
+
+// outer x where x > 0, else inner (e^(x / alpha) - 1). Derivative: at 0 that of the left side, inner / alpha, which the
+// caller gives as `slope`; at NaN `outer`. (F.elu, F.celu, F.selu)
+template <class N>
+FUSED_ACT_FN N elu(const N& x, compute_t<N> outer, compute_t<N> inner, compute_t<N> slope,
+                   const Scalar<compute_t<N>>& alpha) {
+  if constexpr (is_dual<N>::value) {
+    return smooth(x, elu(x.value, outer, inner, slope, alpha), elu_slope(x.value, outer, slope, alpha));
+  } else {
+    const N left = scale(Arithmetic<N>::expm1(divide(x, alpha)), inner);
+    return select(below(x, 0), left, scale(x, outer));
+  }
+}
+
+// tanh(x).
+template <class N>
+FUSED_ACT_FN N tanh_(const N& x) {
+  if constexpr (is_dual<N>::value) {
+    const auto value = tanh_(x.value);
+    return smooth(x, value, sub(constant<std::decay_t<decltype(value)>>(1), mul(value, value)));
+  } else {
+    return Arithmetic<N>::tanh(x);
+  }
+}
+
+// x - tanh(x). Near 0, where the difference loses bits, by the continued fraction tanh(x) = x / (1 + w),
+// w = x^2 / (3 + x^2 / (5 + ...)): then x - tanh(x) = x w / (1 + w), all of it positive, a quotient y a(y) / b(y) in
+// y = x^2. Six levels are within 1.1e-8 up to |x| = 2, nine within 2e-16 up to 1.5.
+template <class N>
+FUSED_ACT_FN N tanhshrink(const N& x) {
+  if constexpr (is_dual<N>::value) {
+    const auto t = tanh_(x.value);
+    return smooth(x, tanhshrink(x.value), mul(t, t));
+  } else {
+    using A = Arithmetic<N>;
+    using C = compute_t<N>;
+    const N y = mul(x, x);
+    N a, b;
+    if constexpr (std::is_same_v<C, float>) {
+      a = A::fma(y, constant<N>(27), constant<N>(2772));
+      a = A::fma(y, a, constant<N>(45045));
+      b = A::fma(y, constant<N>(28), constant<N>(3150));
+      b = A::fma(y, b, constant<N>(62370));
+      b = A::fma(y, b, constant<N>(135135));
+    } else {
+      constexpr C p[] = {1, 1430, 289575, 16081065, 218243025}, q[] = {1, 1485, 315315, 18918900, 310134825, 654729075};
+      a = constant<N>(p[0]);
+      b = constant<N>(q[0]);
+      for (int i = 1; i < 5; ++i) a = A::fma(y, a, constant<N>(p[i]));
+      for (int i = 1; i < 6; ++i) b = A::fma(y, b, constant<N>(q[i]));
+    }
+    const N near = mul(x, quotient(mul(y, a), b));
+    return select(below(absolute(x), std::is_same_v<C, float> ? C(2) : C(1.5)), near, sub(x, A::tanh(x)));
+  }
+}
+
+// x limited to +-bound, for a function that is constant to the last digit beyond it: the tangent passes, so that the
+// derivative at infinity is the NaN of inf * 0, as in eager.
+template <class N>
+FUSED_ACT_FN N bounded(const N& x, compute_t<N> bound) {
+  if constexpr (is_dual<N>::value) {
+    return chain_rule(x, bounded(x.value, bound), mask_t<N>(Arithmetic<N>::mask(true)),
+                      [](const auto& t) { return t; });
+  } else {
+    return clamp_between(x, -bound, bound);
+  }
+}
+
+// P(Z > a) of a standard normal Z, for real a >= 0. By the complement 1 - P(Z <= a) it would have no digits left at 6.
+template <class N>
+FUSED_ACT_FN N normal_tail(const N& distance) {
+  using A = Arithmetic<N>;
+  using C = compute_t<N>;
+  const auto c = [](double v) { return constant<N>(C(v)); };
+  if constexpr (std::is_same_v<C, float>) {
+    // e^(-a^2 / 2) r S(v) with r = 1 / (1 + 7 a / 16) and v = a r. S is a polynomial fitted to 3.3e-9 relative over
+    // [0, 14.6], where the result underflows; 7/16 gave the smallest error of the degrees and factors tried. What the
+    // roundings of a^2, 1 + 7 a / 16 and r leave out comes in at the end: without it the result is 2 ulp worse.
+    const N a = select(above(distance, 15), c(15), distance);
+    const N square = mul(a, a), square_low = A::fma(a, a, negative(square));
+    const N d = A::fma(a, c(0.4375), c(1)), d_low = A::fma(a, c(0.4375), sub(c(1), d));
+    const N r = quotient(c(1), d), r_low = sub(A::fma(negative(r), d, c(1)), mul(r, d_low));
+    const N product = mul(a, r), v = add(product, A::fma(product, r_low, A::fma(a, r, negative(product))));
+    N s = c(-9.752828191267326e-06);
+    constexpr double coefficients[] = {
+        8.182629244402051e-05,  -0.00024736678460612893, 0.00038941571256145835, -0.0006056316196918488,
+        0.00018711024313233793, 0.0014501375844702125,   0.007966232486069202,   -0.003375392174348235,
+        -0.18019208312034607,   0.5};
+    for (double k : coefficients) s = A::fma(s, v, c(k));
+    const N ratio = mul(r, s), ratio_low = A::fma(r, s, negative(ratio));
+    const N e = A::exp(scale(square, C(-0.5))), tail = mul(e, ratio);
+    const N low = A::fma(tail, sub(r_low, scale(square_low, C(0.5))), A::fma(e, ratio, negative(tail)));
+    return add(tail, A::fma(e, ratio_low, low));
+  } else {
+    // erfc(z) / 2 at z = a / sqrt(2). The rounding of z, dz, costs a relative 2 z dz and more: 3e-15 at z = 26.
+    const N a = select(above(distance, 40), c(40), distance);
+    const Split<C> root = Split<C>::of(0.7071067811865476, -4.833646656726457e-17);
+    const N z = scale(a, root.value), dz = product_low(a, root, z);
+    const N tail = scale(A::erfc(z), C(0.5));
+    return A::fma(tail, negative(mul(dz, A::fma(z, c(2), c(0.5)))), tail);
+  }
+}
+
+// P(Z <= x).
+template <class N>
+FUSED_ACT_FN N normal_cdf(const N& x) {
+  using C = compute_t<N>;
+  if constexpr (is_dual<N>::value) {
+    const auto v = bounded(x.value, C(40));
+    const auto density = scale(exponential(scale(mul(v, v), C(-0.5))), C(0.3989422804014327));
+    return smooth(x, normal_cdf(x.value), density);
+  } else {
+    const N tail = normal_tail(absolute(x));
+    return select(below(x, 0), tail, sub(constant<N>(1), tail));
+  }
+}
+
+// sigmoid(2 u) with 2 u = 2 sqrt(2 / pi) (x + 0.044715 x^3), which is (1 + tanh(u)) / 2. At 24, 2 u is 1025 and the
+// exponential 0. For the value 2 u is computed in two parts.
+template <class N>
+FUSED_ACT_FN N tanh_gate(const N& x) {
+  using C = compute_t<N>;
+  const Split<C> c1 = Split<C>::of(1.5957691216057308, -9.96930880911092e-17);
+  const Split<C> c3 = Split<C>::of(0.07135481627260025, -6.175149918155315e-19);
+  if constexpr (is_dual<N>::value) {
+    const auto v = bounded(x.value, C(24));
+    const auto cubic = scale(mul(v, v), c3.value);
+    const auto slope = shift(scale(cubic, C(3)), c1.value);
+    return smooth(x, tanh_gate(x.value), mul(sigmoid_slope(mul(v, shift(cubic, c1.value))), slope));
+  } else {
+    using A = Arithmetic<N>;
+    const N v = bounded(x, C(24));
+    const N square = mul(v, v), square_low = A::fma(v, v, negative(square));
+    const N cubic = scale(square, c3.value);
+    N low = A::fma(square, constant<N>(c3.value), negative(cubic));
+    low = A::fma(square_low, constant<N>(c3.value), low);
+    low = A::fma(square, constant<N>(c3.low), low);
+    const N sum = shift(cubic, c1.value), part = sub(sum, cubic);
+    const N sum_low = add(sub(cubic, sub(sum, part)), sub(constant<N>(c1.value), part));
+    low = add(add(sum_low, constant<N>(c1.low)), low);
+    const N t = mul(v, sum);
+    return sigmoid_of_sum(t, A::fma(v, low, A::fma(v, sum, negative(t))));
+  }
+}
+
+// tanh(softplus(x)). With e = e^-|x| it is e (2 + e) / (2 + 2 e + e^2) below 0 and (1 + 2 e) / (1 + 2 e + 2 e^2) above:
+// sums of positive numbers again. The derivative is 4 (1 + e) (e or e^2) over the denominator's square.
+template <class N>
+FUSED_ACT_FN N mish_slope(const N& x) {
+  using C = compute_t<N>;
+  const auto falls = below(base(x), 0);
+  const N e = decay(x), square = mul(e, e);
+  const N d = add(select(falls, shift(square, C(2)), shift(scale(square, C(2)), C(1))), scale(e, C(2)));
+  return quotient(mul(scale(select(falls, e, square), C(4)), shift(e, C(1))), mul(d, d));
+}
+template <class N>
+FUSED_ACT_FN N mish_gate(const N& x) {
+  using C = compute_t<N>;
+  if constexpr (is_dual<N>::value) {
+    return smooth(x, mish_gate(x.value), mish_slope(x.value));
+  } else {
+    using A = Arithmetic<N>;
+    const auto falls = below(x, 0);
+    const N e = decay(x), twice = scale(e, C(2));
+    const N n = select(falls, A::fma(e, e, twice), shift(twice, C(1)));
+    return quotient(n, select(falls, shift(n, C(2)), A::fma(twice, e, n)));
   }
 }
 

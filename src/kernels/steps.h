@@ -6,37 +6,150 @@
 
 namespace fused_act {
 
-struct Relu {
+// What a step has unless it says otherwise.
+struct Step {
   static constexpr const char* parameters = "";
+  static constexpr const char* gradient = "";
+  // Whether the derivative's formula gives f'(x) exactly when it is evaluated at the stored y = f(x) instead of x: for
+  // every x of the output's dtype, at kinks and NaN too, and whichever dtype y was rounded to. (For an x that has more
+  // digits than y, such as an earlier step's result, y may have been rounded onto a kink.)
+  FUSED_ACT_FN static bool derivative_from_output(const double*) { return false; }
+  // What a scalar is where None is given for it; null: the step is then left out.
+  static constexpr const double* absent = nullptr;
+  // What is wrong with the scalars, or null.
+  static const char* wrong(const double*) { return nullptr; }
+};
+
+// Whether no dtype rounds c: 8 significant bits, bfloat16's, and float16's range. Rounded towards 0, a bound's output
+// would look as if it lay inside the bounds.
+FUSED_ACT_FN bool exact_in_every_dtype(double c) {
+  const double a = c < 0 ? -c : c;
+  if (a == 0 || a - a != 0) return a == a;  // 0, infinity; not NaN
+  if (a > 65504 || a < 1.0 / (1 << 24)) return false;
+  double ulp = 256;  // of 8 significant bits in [2^15, 2^16)
+  while (ulp * 128 > a) ulp /= 2;
+  if (ulp < 1.0 / (1 << 24)) ulp = 1.0 / (1 << 24);  // float16's subnormal numbers
+  const double n = a / ulp;
+  return n == double(int(n));
+}
+
+struct Relu : Step {
   static constexpr const char* gradient = "relu: 0 at 0";
+  FUSED_ACT_FN static bool derivative_from_output(const double*) { return true; }
   template <class N>
   FUSED_ACT_FN static N apply(const N& x, const N*, const Scalar<compute_t<N>>*) {
     return relu(x);
   }
 };
 
-struct LeakyRelu {
+struct LeakyRelu : Step {
   static constexpr const char* parameters = "f";
   static constexpr const char* gradient = "leaky_relu: the slope at 0";
+  FUSED_ACT_FN static bool derivative_from_output(const double* s) { return s[0] > 0; }
   template <class N>
   FUSED_ACT_FN static N apply(const N& x, const N*, const Scalar<compute_t<N>>* s) {
     return leaky_relu(x, s[0].value);
   }
 };
 
-// x * clamp((x + 3) / 6, 0, 1), as models write it out. F.hardswish has other gradients: 0 at -3 and 1 at 3.
-struct HardswishWritten {
-  static constexpr const char* parameters = "";
-  static constexpr const char* gradient = "hardswish written with clamp: -0.5 at -3, 1.5 at 3";
+struct Relu6 : Step {
+  static constexpr const char* gradient = "relu6: 0 at 0 and at 6";
+  FUSED_ACT_FN static bool derivative_from_output(const double*) { return true; }
   template <class N>
   FUSED_ACT_FN static N apply(const N& x, const N*, const Scalar<compute_t<N>>*) {
     using C = compute_t<N>;
-    return mul(x, clamp(divide(shift(x, C(3)), Scalar<C>::of(6)), C(0), C(1)));
+    return hardtanh(x, C(0), C(6));
   }
 };
 
-struct Hardsigmoid {
-  static constexpr const char* parameters = "";
+struct Hardtanh : Step {
+  static constexpr const char* parameters = "ff";
+  static constexpr const char* gradient = "hardtanh: 0 at either bound";
+  FUSED_ACT_FN static bool derivative_from_output(const double* s) {
+    return s[0] <= s[1] && exact_in_every_dtype(s[0]) && exact_in_every_dtype(s[1]);
+  }
+  static const char* wrong(const double* s) { return s[0] > s[1] ? "min_val is greater than max_val" : nullptr; }
+  template <class N>
+  FUSED_ACT_FN static N apply(const N& x, const N*, const Scalar<compute_t<N>>* s) {
+    return hardtanh(x, s[0].value, s[1].value);
+  }
+};
+
+struct Clamp : Step {
+  static constexpr const char* parameters = "ff";
+  static constexpr const char* gradient = "clamp: 1 at either bound";
+  static constexpr double no_bounds[] = {-__builtin_inf(), __builtin_inf()};
+  static constexpr const double* absent = no_bounds;
+  template <class N>
+  FUSED_ACT_FN static N apply(const N& x, const N*, const Scalar<compute_t<N>>* s) {
+    return clamp_between(x, s[0].value, s[1].value);
+  }
+};
+
+// clamp(x, -c, c).
+struct AbsClamp : Step {
+  static constexpr const char* parameters = "f";
+  static constexpr const char* gradient = "clamp: 1 at either bound";
+  template <class N>
+  FUSED_ACT_FN static N apply(const N& x, const N*, const Scalar<compute_t<N>>* s) {
+    return clamp_between(x, -s[0].value, s[0].value);
+  }
+};
+
+// clamp(x, max=c).
+struct MinScalar : Step {
+  static constexpr const char* parameters = "f";
+  static constexpr const char* gradient = "clamp: 1 at the bound";
+  template <class N>
+  FUSED_ACT_FN static N apply(const N& x, const N*, const Scalar<compute_t<N>>* s) {
+    return capped(x, s[0].value);
+  }
+};
+
+struct Threshold : Step {
+  static constexpr const char* parameters = "ff";
+  static constexpr const char* gradient = "threshold: 0 at the threshold";
+  FUSED_ACT_FN static bool derivative_from_output(const double* s) {
+    return s[1] <= s[0] && exact_in_every_dtype(s[1]);
+  }
+  template <class N>
+  FUSED_ACT_FN static N apply(const N& x, const N*, const Scalar<compute_t<N>>* s) {
+    return threshold(x, s[0].value, s[1].value);
+  }
+};
+
+struct FatRelu : Step {
+  static constexpr const char* parameters = "f";
+  static constexpr const char* gradient = "threshold: 0 at the threshold";
+  FUSED_ACT_FN static bool derivative_from_output(const double* s) { return s[0] >= 0; }
+  template <class N>
+  FUSED_ACT_FN static N apply(const N& x, const N*, const Scalar<compute_t<N>>* s) {
+    using C = compute_t<N>;
+    return threshold(x, s[0].value, C(0));
+  }
+};
+
+struct Hardshrink : Step {
+  static constexpr const char* parameters = "f";
+  static constexpr const char* gradient = "hardshrink: 0 at +-lambd";
+  FUSED_ACT_FN static bool derivative_from_output(const double* s) { return s[0] >= 0; }
+  template <class N>
+  FUSED_ACT_FN static N apply(const N& x, const N*, const Scalar<compute_t<N>>* s) {
+    return hardshrink(x, s[0].value);
+  }
+};
+
+struct Softshrink : Step {
+  static constexpr const char* parameters = "f";
+  static constexpr const char* gradient = "softshrink: 0 at +-lambd";
+  static const char* wrong(const double* s) { return s[0] >= 0 ? nullptr : "lambd must be at least 0"; }
+  template <class N>
+  FUSED_ACT_FN static N apply(const N& x, const N*, const Scalar<compute_t<N>>* s) {
+    return softshrink(x, s[0].value);
+  }
+};
+
+struct Hardsigmoid : Step {
   static constexpr const char* gradient = "hardsigmoid: 0 at -3 and at 3";
   template <class N>
   FUSED_ACT_FN static N apply(const N& x, const N*, const Scalar<compute_t<N>>*) {
@@ -44,49 +157,227 @@ struct Hardsigmoid {
   }
 };
 
-struct Min {
+struct Hardswish : Step {
+  static constexpr const char* gradient = "hardswish: 0 at -3, 1 at 3";
+  template <class N>
+  FUSED_ACT_FN static N apply(const N& x, const N*, const Scalar<compute_t<N>>*) {
+    return hardswish(x);
+  }
+};
+
+// x * clamp((x + 3) / 6, 0, 1), as models write it out. F.hardswish has other gradients: 0 at -3 and 1 at 3.
+struct HardswishWritten : Step {
+  static constexpr const char* gradient = "hardswish written with clamp: -0.5 at -3, 1.5 at 3";
+  template <class N>
+  FUSED_ACT_FN static N apply(const N& x, const N*, const Scalar<compute_t<N>>*) {
+    using C = compute_t<N>;
+    return mul(x, clamp_between(divide(shift(x, C(3)), Scalar<C>::of(6)), C(0), C(1)));
+  }
+};
+
+// x / 2 * clamp(x + 2, 0, 2).
+struct HardMish : Step {
+  static constexpr const char* gradient = "hard_mish: -1 at -2, 1 at 0";
+  template <class N>
+  FUSED_ACT_FN static N apply(const N& x, const N*, const Scalar<compute_t<N>>*) {
+    using C = compute_t<N>;
+    return mul(divide(x, Scalar<C>::of(2)), clamp_between(shift(x, C(2)), C(0), C(2)));
+  }
+};
+
+struct Square : Step {
+  template <class N>
+  FUSED_ACT_FN static N apply(const N& x, const N*, const Scalar<compute_t<N>>*) {
+    return mul(x, x);
+  }
+};
+
+// x / (1 + |x|).
+struct Softsign : Step {
+  template <class N>
+  FUSED_ACT_FN static N apply(const N& x, const N*, const Scalar<compute_t<N>>*) {
+    using C = compute_t<N>;
+    return quotient(x, shift(absolute(x), C(1)));
+  }
+};
+
+struct Sigmoid : Step {
+  template <class N>
+  FUSED_ACT_FN static N apply(const N& x, const N*, const Scalar<compute_t<N>>*) {
+    return sigmoid(x);
+  }
+};
+
+struct Logsigmoid : Step {
+  template <class N>
+  FUSED_ACT_FN static N apply(const N& x, const N*, const Scalar<compute_t<N>>*) {
+    return logsigmoid(x);
+  }
+};
+
+struct Tanh : Step {
+  template <class N>
+  FUSED_ACT_FN static N apply(const N& x, const N*, const Scalar<compute_t<N>>*) {
+    return tanh_(x);
+  }
+};
+
+struct Tanhshrink : Step {
+  template <class N>
+  FUSED_ACT_FN static N apply(const N& x, const N*, const Scalar<compute_t<N>>*) {
+    return tanhshrink(x);
+  }
+};
+
+struct Softplus : Step {
+  static constexpr const char* parameters = "ff";
+  template <class N>
+  FUSED_ACT_FN static N apply(const N& x, const N*, const Scalar<compute_t<N>>* s) {
+    return softplus(x, s[0].value, s[1].value);
+  }
+};
+
+struct Elu : Step {
+  static constexpr const char* parameters = "f";
+  static constexpr const char* gradient = "elu: alpha at 0";
+  template <class N>
+  FUSED_ACT_FN static N apply(const N& x, const N*, const Scalar<compute_t<N>>* s) {
+    using C = compute_t<N>;
+    return elu(x, C(1), s[0].value, s[0].value, Scalar<C>::of(1));
+  }
+};
+
+struct Celu : Step {
+  static constexpr const char* parameters = "f";
+  static const char* wrong(const double* s) { return s[0] == 0 ? "alpha must not be 0" : nullptr; }
+  template <class N>
+  FUSED_ACT_FN static N apply(const N& x, const N*, const Scalar<compute_t<N>>* s) {
+    using C = compute_t<N>;
+    return elu(x, C(1), s[0].value, C(1), s[0]);
+  }
+};
+
+struct Selu : Step {
+  static constexpr const char* gradient = "selu: 1.758 (scale * alpha) at 0";
+  template <class N>
+  FUSED_ACT_FN static N apply(const N& x, const N*, const Scalar<compute_t<N>>*) {
+    using C = compute_t<N>;
+    const C alpha = C(1.7580993408473768), scale = C(1.0507009873554805);  // times the scale
+    return elu(x, scale, alpha, alpha, Scalar<C>::of(1));
+  }
+};
+
+struct Silu : Step {
+  template <class N>
+  FUSED_ACT_FN static N apply(const N& x, const N*, const Scalar<compute_t<N>>*) {
+    return mul(x, sigmoid(x));
+  }
+};
+
+// x * sigmoid(alpha * x).
+struct SiluScaled : Step {
+  static constexpr const char* parameters = "f";
+  template <class N>
+  FUSED_ACT_FN static N apply(const N& x, const N*, const Scalar<compute_t<N>>* s) {
+    using C = compute_t<N>;
+    return mul(x, sigmoid_scaled(x, Split<C>{s[0].value, C(0)}));
+  }
+};
+
+// x * sigmoid(1.702 * x).
+struct QuickGelu : Step {
+  template <class N>
+  FUSED_ACT_FN static N apply(const N& x, const N*, const Scalar<compute_t<N>>*) {
+    using C = compute_t<N>;
+    return mul(x, sigmoid_scaled(x, Split<C>::of(1.702)));
+  }
+};
+
+struct Gelu : Step {
+  template <class N>
+  FUSED_ACT_FN static N apply(const N& x, const N*, const Scalar<compute_t<N>>*) {
+    return mul(x, normal_cdf(x));
+  }
+};
+
+struct GeluTanh : Step {
+  template <class N>
+  FUSED_ACT_FN static N apply(const N& x, const N*, const Scalar<compute_t<N>>*) {
+    return mul(x, tanh_gate(x));
+  }
+};
+
+struct Mish : Step {
+  template <class N>
+  FUSED_ACT_FN static N apply(const N& x, const N*, const Scalar<compute_t<N>>*) {
+    return mul(x, mish_gate(x));
+  }
+};
+
+struct Min : Step {
   static constexpr const char* parameters = "f";
   static constexpr const char* gradient = "min with a one-element tensor: one half at a tie";
   template <class N>
   FUSED_ACT_FN static N apply(const N& x, const N*, const Scalar<compute_t<N>>* s) {
-    return minimum(x, s[0].value);
+    return minimum_with(x, s[0].value);
   }
 };
 
-struct Add {
+struct Add : Step {
   static constexpr const char* parameters = "T";
-  static constexpr const char* gradient = "";
   template <class N>
   FUSED_ACT_FN static N apply(const N& x, const N* operand, const Scalar<compute_t<N>>*) {
     return add(x, operand[0]);
   }
 };
 
-struct MulOperand {
+struct MulOperand : Step {
   static constexpr const char* parameters = "T";
-  static constexpr const char* gradient = "";
   template <class N>
   FUSED_ACT_FN static N apply(const N& x, const N* operand, const Scalar<compute_t<N>>*) {
     return mul(x, operand[0]);
   }
 };
 
-struct Mul {
+// x + scalar.
+struct Shift : Step {
   static constexpr const char* parameters = "f";
-  static constexpr const char* gradient = "";
+  template <class N>
+  FUSED_ACT_FN static N apply(const N& x, const N*, const Scalar<compute_t<N>>* s) {
+    return shift(x, s[0].value);
+  }
+};
+
+// x + 1.
+struct AddOne : Step {
+  template <class N>
+  FUSED_ACT_FN static N apply(const N& x, const N*, const Scalar<compute_t<N>>*) {
+    return shift(x, compute_t<N>(1));
+  }
+};
+
+struct Mul : Step {
+  static constexpr const char* parameters = "f";
   template <class N>
   FUSED_ACT_FN static N apply(const N& x, const N*, const Scalar<compute_t<N>>* s) {
     return scale(x, s[0].value);
   }
 };
 
-struct Div {
+struct Div : Step {
   static constexpr const char* parameters = "f";
-  static constexpr const char* gradient = "";
   template <class N>
   FUSED_ACT_FN static N apply(const N& x, const N*, const Scalar<compute_t<N>>* s) {
     return divide(x, s[0]);
   }
 };
+
+// Every step, once: what a Program may be made of.
+#define FUSED_ACT_STEPS(STEP)                                                                                         \
+  STEP(Relu) STEP(LeakyRelu) STEP(Relu6) STEP(Hardtanh) STEP(Clamp) STEP(AbsClamp) STEP(MinScalar) STEP(Threshold)    \
+  STEP(FatRelu) STEP(Hardshrink) STEP(Softshrink) STEP(Hardsigmoid) STEP(Hardswish) STEP(HardswishWritten)            \
+  STEP(HardMish) STEP(Square) STEP(Softsign) STEP(Sigmoid) STEP(Logsigmoid) STEP(Tanh) STEP(Tanhshrink)               \
+  STEP(Softplus) STEP(Elu) STEP(Celu) STEP(Selu) STEP(Silu) STEP(SiluScaled) STEP(QuickGelu) STEP(Gelu)               \
+  STEP(GeluTanh) STEP(Mish) STEP(Min) STEP(Add) STEP(MulOperand) STEP(Shift) STEP(AddOne) STEP(Mul) STEP(Div)
 
 }  // namespace fused_act

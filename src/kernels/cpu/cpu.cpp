@@ -4,35 +4,14 @@
 // is read in place; any other is first gathered and converted into a buffer of its block. So one vector loop serves
 // every dtype and every stride pattern, and the tail of a block goes through the same code as the rest of it.
 #include <ATen/cpu/vec/functional.h>
-#include <ATen/cpu/vec/vec.h>
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
 
+#include "../operators.h"
 #include "cpu.h"
+#include "vectorized.h"
 
 namespace fused_act {
-
-template <class C>
-struct Arithmetic<at::vec::Vectorized<C>> {
-  using N = at::vec::Vectorized<C>;
-  using Compute = C;
-  using Mask = N;  // all bits of a lane set or clear
-
-  static N constant(C c) { return N(c); }
-  static N add(const N& a, const N& b) { return a + b; }
-  static N sub(const N& a, const N& b) { return a - b; }
-  static N mul(const N& a, const N& b) { return a * b; }
-  static N divide(const N& a, const Scalar<C>& s) { return a / N(s.value); }
-  static Mask less(const N& a, const N& b) { return a < b; }
-  static Mask less_equal(const N& a, const N& b) { return a <= b; }
-  static Mask equal(const N& a, const N& b) { return a == b; }
-
-  static Mask mask(bool m) { return m ? N(C(0)) == N(C(0)) : N(C(0)); }
-  static Mask both(const Mask& a, const Mask& b) { return a & b; }
-  static Mask either(const Mask& a, const Mask& b) { return a | b; }
-  static Mask negate(const Mask& a) { return a ^ mask(true); }
-  static N select(const Mask& m, const N& a, const N& b) { return N::blendv(b, a, m); }
-};
 
 namespace {
 
@@ -156,40 +135,65 @@ struct Input {
   }
 };
 
-// A full output: dense in iteration order by construction.
+// A result of the shape of x.
 template <class C>
 struct Output {
   void* data = nullptr;
   Dtype dtype = kDtype<C>;
+  const int64_t* strides = nullptr;
+  bool flat = false;
   alignas(64) C buffer[kBlock];
 
-  C* block(int64_t begin) { return data && dtype == kDtype<C> ? static_cast<C*>(data) + begin : buffer; }
-  void close(int64_t begin, int64_t count) {
-    if (!data || dtype == kDtype<C>) return;
-    with_type(dtype, [&](auto* type) { at::vec::convert(buffer, static_cast<decltype(type)>(data) + begin, count); });
+  void open(void* p, Dtype type, const Geometry& geometry, int row) {
+    data = p;
+    dtype = type;
+    strides = geometry.strides[row];
+    flat = p && geometry.flat(row);
+  }
+  C* block(int64_t begin) { return flat && dtype == kDtype<C> ? static_cast<C*>(data) + begin : buffer; }
+  void close(const Geometry& geometry, int64_t begin, int64_t count) {
+    if (!data || (flat && dtype == kDtype<C>)) return;
+    with_type(dtype, [&](auto* type) {
+      auto* to = static_cast<decltype(type)>(data);
+      flat ? at::vec::convert(buffer, to + begin, count) : scatter(to, geometry, strides, begin, count, buffer);
+    });
   }
 };
 
+// What a chain asks for at element j of the block.
+template <int O, Mode mode, class C, class Load, class Store>
+struct BlockIo {
+  using N = at::vec::Vectorized<C>;
+  const C* const* operands;
+  const C* const* directions;
+  C* const* gradients;
+  const bool* present;
+  const int64_t j;
+  const Load& load;
+  const Store& store;
+
+  N operand(int k) const { return load(operands[k] + j); }
+  N direction(int k) const { return load(directions[k] + j); }
+  bool moves(int k) const { return present[k]; }
+  void gradient(int k, const N& value) { store(value, gradients[k] + j); }
+};
+
 template <class Op, Mode mode, class C>
-void run(const Request& r, const Geometry& geometry, const CpuRange& range) {
+void run(const Op& op, const Request& r, const Geometry& geometry, const CpuRange& range) {
   using Vec = at::vec::Vectorized<C>;
   constexpr int O = Op::kOperands, kSlots = O > 0 ? O : 1;
   constexpr int64_t kLanes = Vec::size();
-  Input<C> x, g, u, operand[kSlots], v[kSlots];
+  constexpr bool gradients = has_operand_gradients(mode), directions = has_direction(mode);
+  Input<C> x, g, u, operand[kSlots], v[directions ? kSlots : 1];
   Output<C> full[2], gradient[kSlots];
   x.open(r.x.data, r.dtype, geometry, kX);
-  if constexpr (has_operand_gradients<mode>) g.open(r.g.data, r.dtype, geometry, kG);
-  if constexpr (has_direction<mode>) u.open(r.u.data, r.dtype, geometry, kU);
-  for (int n = 0; n < 2; ++n) {
-    full[n].data = r.out[n];
-    full[n].dtype = r.dtype;
-  }
-  Present<O> present{};
-  present.u = r.u.data != nullptr;
-  for (int k = 0; k < O; ++k) {
+  if constexpr (gradients) g.open(r.g.data, r.dtype, geometry, kG);
+  if constexpr (directions) u.open(r.u.data, r.dtype, geometry, kU);
+  for (int n = 0; n < full_outputs(mode); ++n) full[n].open(r.out[n].data, r.dtype, geometry, kOut + n);
+  for (int k = 0; k < r.operands; ++k) {
     operand[k].open(r.operand[k].data, r.operand[k].dtype, geometry, kOperand + k, static_cast<C>(r.operand[k].value));
-    if constexpr (has_direction<mode>) v[k].open(r.v[k].data, r.v[k].dtype, geometry, kV + k, static_cast<C>(r.v[k].value));
-    present.v[k] = r.v_present[k];
+    if constexpr (directions) v[k].open(r.v[k].data, r.v[k].dtype, geometry, kV + k, static_cast<C>(r.v[k].value));
+    if (gradients && !range.sums[k]) gradient[k].open(r.operand_gradient[k].data, r.operand_gradient[k].dtype, geometry, kGradient + k);
   }
   Scalar<C> scalars[Op::kScalars > 0 ? Op::kScalars : 1];
   for (int s = 0; s < Op::kScalars; ++s) scalars[s] = Scalar<C>::of(static_cast<C>(r.scalars[s]));
@@ -199,29 +203,22 @@ void run(const Request& r, const Geometry& geometry, const CpuRange& range) {
     const C* px = x.block(geometry, begin, count);
     const C *pg = nullptr, *pu = nullptr, *po[kSlots] = {}, *pv[kSlots] = {};
     C *pfull[2] = {}, *pgradient[kSlots] = {};
-    if constexpr (has_operand_gradients<mode>) pg = g.block(geometry, begin, count);
-    if constexpr (has_direction<mode>) pu = u.block(geometry, begin, count);
-    for (int k = 0; k < O; ++k) {
+    if constexpr (gradients) pg = g.block(geometry, begin, count);
+    if constexpr (directions) pu = u.block(geometry, begin, count);
+    for (int k = 0; k < r.operands; ++k) {
       po[k] = operand[k].block(geometry, begin, count);
-      if constexpr (has_direction<mode>) pv[k] = v[k].block(geometry, begin, count);
-      pgradient[k] = gradient[k].block(begin);
+      if constexpr (directions) pv[k] = v[k].block(geometry, begin, count);
+      if constexpr (gradients) pgradient[k] = gradient[k].block(begin);
     }
-    for (int n = 0; n < full_outputs<mode>; ++n) pfull[n] = full[n].block(begin);
+    for (int n = 0; n < full_outputs(mode); ++n) pfull[n] = full[n].block(begin);
 
-    const auto step = [&](int64_t j, auto load, auto store) {
-      Inputs<Vec, O> in{};
-      in.x = load(px + j);
-      if constexpr (has_operand_gradients<mode>) in.g = load(pg + j);
-      if constexpr (has_direction<mode>) in.u = load(pu + j);
-      for (int k = 0; k < O; ++k) {
-        in.operand[k] = load(po[k] + j);
-        if constexpr (has_direction<mode>) in.v[k] = load(pv[k] + j);
-      }
-      const Outputs<Vec, O> out = evaluate<Op, mode, Vec>(in, present, scalars);
-      for (int n = 0; n < full_outputs<mode>; ++n) store(out.full[n], pfull[n] + j);
-      if constexpr (has_operand_gradients<mode>) {
-        for (int k = 0; k < O; ++k) store(out.operand[k], pgradient[k] + j);
-      }
+    const auto step = [&](int64_t j, const auto& load, const auto& store) {
+      BlockIo<O, mode, C, std::decay_t<decltype(load)>, std::decay_t<decltype(store)>> io{
+          po, pv, pgradient, r.v_present, j, load, store};
+      const Vec zero(C(0));
+      const Outputs<Vec> out = evaluate<mode>(op, scalars, load(px + j), gradients ? load(pg + j) : zero,
+                                              directions ? load(pu + j) : zero, r.u.data != nullptr, io);
+      for (int n = 0; n < full_outputs(mode); ++n) store(out.full[n], pfull[n] + j);
     };
     int64_t j = 0;
     for (; j + kLanes <= count; j += kLanes)
@@ -229,41 +226,40 @@ void run(const Request& r, const Geometry& geometry, const CpuRange& range) {
     if (const int rest = static_cast<int>(count - j))
       step(j, [rest](const C* p) { return Vec::loadu(p, rest); }, [rest](const Vec& n, C* p) { n.store(p, rest); });
 
-    for (int n = 0; n < full_outputs<mode>; ++n) full[n].close(begin, count);
-    if constexpr (has_operand_gradients<mode>) {
-      for (int k = 0; k < O; ++k) {
-        const Request::OperandGradient& to = r.operand_gradient[k];
-        if (!to.data) continue;
-        const int64_t* strides = geometry.strides[kGradient + k];
-        if (range.sums[k]) {
-          add_to(static_cast<C*>(range.sums[k]), geometry, strides, begin, count, pgradient[k]);
-        } else {  // nothing to sum: every element has its own address
-          with_type(to.dtype, [&](auto* type) {
-            scatter(static_cast<decltype(type)>(to.data), geometry, strides, begin, count, pgradient[k]);
-          });
-        }
+    for (int n = 0; n < full_outputs(mode); ++n) full[n].close(geometry, begin, count);
+    for (int k = 0; gradients && k < r.operands; ++k) {
+      if (range.sums[k]) {
+        add_to(static_cast<C*>(range.sums[k]), geometry, geometry.strides[kGradient + k], begin, count, pgradient[k]);
+      } else {
+        gradient[k].close(geometry, begin, count);
       }
     }
   }
 }
 
-template <class Op, class C>
-void run_mode(const Request& r, const Geometry& geometry, const CpuRange& range) {
+template <class C>
+void run_program(const Request& r, const Geometry& geometry, const CpuRange& range) {
   switch (r.mode) {
     case Mode::forward:
-      return run<Op, Mode::forward, C>(r, geometry, range);
+      return run<Program, Mode::forward, C>(r.program, r, geometry, range);
     case Mode::jvp:
-      return run<Op, Mode::jvp, C>(r, geometry, range);
+      return run<Program, Mode::jvp, C>(r.program, r, geometry, range);
     case Mode::backward:
-      return run<Op, Mode::backward, C>(r, geometry, range);
+      return run<Program, Mode::backward, C>(r.program, r, geometry, range);
     case Mode::double_backward:
-      return run<Op, Mode::double_backward, C>(r, geometry, range);
+      return run<Program, Mode::double_backward, C>(r.program, r, geometry, range);
   }
 }
 
+// Compiled for the two modes of training in the compute type float32; all else runs as a program.
 template <class Op>
 void run_operator(const Request& r, const Geometry& geometry, const CpuRange& range) {
-  r.dtype == Dtype::f64 ? run_mode<Op, double>(r, geometry, range) : run_mode<Op, float>(r, geometry, range);
+  if (r.dtype == Dtype::f64) return run_program<double>(r, geometry, range);
+  if constexpr (!Op::kDynamic) {
+    if (r.mode == Mode::forward) return run<Op, Mode::forward, float>(Op{}, r, geometry, range);
+    if (r.mode == Mode::backward) return run<Op, Mode::backward, float>(Op{}, r, geometry, range);
+  }
+  run_program<float>(r, geometry, range);
 }
 
 }  // namespace
@@ -271,7 +267,7 @@ void run_operator(const Request& r, const Geometry& geometry, const CpuRange& ra
 #define FUSED_ACT_PASTE(a, b) a##b
 #define FUSED_ACT_NAME(capability) FUSED_ACT_PASTE(run_cpu_, capability)
 void FUSED_ACT_NAME(CPU_CAPABILITY)(int op, const Request& r, const Geometry& geometry, const CpuRange& range) {
-#define FUSED_ACT_ENTRY(NAME, ...) &run_operator<ops::NAME>,
+#define FUSED_ACT_ENTRY(NAME, ...) &run_operator<ops::NAME::Compiled>,
   static constexpr void (*functions[])(const Request&, const Geometry&, const CpuRange&) = {
       FUSED_ACT_OPERATORS(FUSED_ACT_ENTRY)};
 #undef FUSED_ACT_ENTRY

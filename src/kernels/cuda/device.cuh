@@ -44,14 +44,15 @@ struct alignas(16) Vector {
   T element[kSize];
 };
 
-// Reads elements [lo, hi) of the vector at p; a whole vector in one instruction. No kernel writes what it reads, so
-// the read-only path is taken: it lets the compiler move a load above earlier stores.
-template <class T>
+// Reads elements [lo, hi) of the vector at p; a whole vector in one instruction. `constant`: nothing that the kernel
+// writes is read through p, so the read-only path is taken, which lets the compiler move a load above earlier stores.
+template <bool constant, class T>
 __device__ __forceinline__ Vector<T> fetch(const T* p, int lo, int hi) {
   constexpr int V = Vector<T>::kSize;
   Vector<T> vector{};
   if (lo == 0 && hi == V) {
-    const int4 bits = __ldg(reinterpret_cast<const int4*>(p));
+    const int4* q = reinterpret_cast<const int4*>(p);
+    const int4 bits = constant ? __ldg(q) : *q;
     memcpy(&vector, &bits, sizeof bits);
   } else {
 #pragma unroll
@@ -61,34 +62,91 @@ __device__ __forceinline__ Vector<T> fetch(const T* p, int lo, int hi) {
   return vector;
 }
 
+// V numbers of the compute type, as one number that formulas are evaluated on.
+template <class C, int V>
+struct Lanes {
+  C lane[V];
+};
+template <int V>
+struct LaneMask {
+  bool lane[V];
+};
+
+template <class C, int V>
+struct Arithmetic<Lanes<C, V>> {
+  using A = Arithmetic<C>;
+  using N = Lanes<C, V>;
+  using Compute = C;
+  using Mask = LaneMask<V>;
+
+#define FUSED_ACT_LANEWISE(RESULT, EXPRESSION)      \
+  RESULT r;                                         \
+  _Pragma("unroll") for (int j = 0; j < V; ++j) r.lane[j] = EXPRESSION; \
+  return r;
+#define FUSED_ACT_UNARY(NAME) \
+  FUSED_ACT_FN static N NAME(const N& a) { FUSED_ACT_LANEWISE(N, A::NAME(a.lane[j])) }
+#define FUSED_ACT_BINARY(RESULT, NAME) \
+  FUSED_ACT_FN static RESULT NAME(const N& a, const N& b) { FUSED_ACT_LANEWISE(RESULT, A::NAME(a.lane[j], b.lane[j])) }
+
+  FUSED_ACT_FN static N constant(C c) { FUSED_ACT_LANEWISE(N, c) }
+  FUSED_ACT_BINARY(N, add)
+  FUSED_ACT_BINARY(N, sub)
+  FUSED_ACT_BINARY(N, mul)
+  FUSED_ACT_BINARY(N, quotient)
+  FUSED_ACT_UNARY(negative)
+  FUSED_ACT_UNARY(absolute)
+  FUSED_ACT_UNARY(exp)
+  FUSED_ACT_UNARY(expm1)
+  FUSED_ACT_UNARY(log1p)
+  FUSED_ACT_UNARY(tanh)
+  FUSED_ACT_FN static N fma(const N& a, const N& b, const N& c) {
+    FUSED_ACT_LANEWISE(N, A::fma(a.lane[j], b.lane[j], c.lane[j]))
+  }
+  FUSED_ACT_FN static N divide(const N& a, const Scalar<C>& s) { FUSED_ACT_LANEWISE(N, A::divide(a.lane[j], s)) }
+  FUSED_ACT_BINARY(Mask, less)
+  FUSED_ACT_BINARY(Mask, less_equal)
+  FUSED_ACT_BINARY(Mask, equal)
+
+  FUSED_ACT_FN static Mask mask(bool m) { FUSED_ACT_LANEWISE(Mask, m) }
+  FUSED_ACT_FN static Mask both(const Mask& a, const Mask& b) { FUSED_ACT_LANEWISE(Mask, a.lane[j] & b.lane[j]) }
+  FUSED_ACT_FN static Mask either(const Mask& a, const Mask& b) { FUSED_ACT_LANEWISE(Mask, a.lane[j] | b.lane[j]) }
+  FUSED_ACT_FN static Mask negate(const Mask& a) { FUSED_ACT_LANEWISE(Mask, !a.lane[j]) }
+  FUSED_ACT_FN static N select(const Mask& m, const N& a, const N& b) {
+    FUSED_ACT_LANEWISE(N, m.lane[j] ? a.lane[j] : b.lane[j])
+  }
+#undef FUSED_ACT_BINARY
+#undef FUSED_ACT_UNARY
+#undef FUSED_ACT_LANEWISE
+};
+
 // V elements, V a multiple of the vector's size, as numbers of the compute type.
 template <class T, class C, int V>
-__device__ __forceinline__ void load_vectors(const T* p, C (&out)[V]) {
+__device__ __forceinline__ void load_vectors(const T* p, Lanes<C, V>& out) {
   constexpr int kPer = Vector<T>::kSize;
   static_assert(V % kPer == 0);
 #pragma unroll
   for (int k = 0; k < V / kPer; ++k) {
-    const Vector<T> vector = fetch(p + k * kPer, 0, kPer);
+    const Vector<T> vector = fetch<true>(p + k * kPer, 0, kPer);
 #pragma unroll
-    for (int j = 0; j < kPer; ++j) out[k * kPer + j] = Element<T>::load(vector.element[j]);
+    for (int j = 0; j < kPer; ++j) out.lane[k * kPer + j] = Element<T>::load(vector.element[j]);
   }
 }
 
 template <class T, class C, int V>
-__device__ __forceinline__ void store_vector(T* p, int lo, int hi, const C (&values)[V]) {
+__device__ __forceinline__ void store_vector(T* p, int lo, int hi, const Lanes<C, V>& values) {
   if (lo == 0 && hi == V) {
     constexpr int kPer = Vector<T>::kSize;
 #pragma unroll
     for (int k = 0; k < V / kPer; ++k) {
       Vector<T> vector;
 #pragma unroll
-      for (int j = 0; j < kPer; ++j) vector.element[j] = Element<T>::store(values[k * kPer + j]);
+      for (int j = 0; j < kPer; ++j) vector.element[j] = Element<T>::store(values.lane[k * kPer + j]);
       reinterpret_cast<Vector<T>*>(p)[k] = vector;
     }
   } else {
 #pragma unroll
     for (int j = 0; j < V; ++j)
-      if (j >= lo && j < hi) p[j] = Element<T>::store(values[j]);
+      if (j >= lo && j < hi) p[j] = Element<T>::store(values.lane[j]);
   }
 }
 

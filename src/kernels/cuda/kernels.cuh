@@ -1,11 +1,11 @@
-// The CUDA kernels, each a template over operator, element type and mode:
+// The CUDA kernels, each a template over chain (compiled, or a Program), element type and mode:
 //
-//   flat_kernel      all tensors dense in one order: one 16-byte vector a thread
-//   strided_kernel   any strides
+//   flat_kernel      full tensors dense in one order, one 16-byte vector a thread; of a Program also rows with a pitch
 //   row_kernel       flat, and operand gradients summed over the rows of a channel (NCHW)
 //   column_kernel    flat, and operand gradients summed over the rows of a matrix (channels_last, features)
-//   reduce_kernel    the gradient of one operand, any strides and any broadcast pattern
-//   finish_kernel    sums the partial sums of the three above, in a fixed order
+//   strided_kernel   any strides, any mode; Programs only
+//   reduce_kernel    the gradient of one operand, any strides and any broadcast pattern; Programs only
+//   finish_kernel    sums the partial sums of the reductions, in a fixed order
 //
 // Block sizes and thresholds are in `tuning`.
 #pragma once
@@ -36,6 +36,8 @@ constexpr int kForwardResidents = 2048 / kThreads;
 #else
 constexpr int kForwardResidents = 1536 / kThreads;
 #endif
+// The same of a Program: 64 registers a thread, for the largest of its steps.
+constexpr int kProgramResidents = 4;
 // Elements that a thread of strided_kernel handles, and that a warp of reduce_kernel sums at least.
 constexpr int kStridedElements = 4;
 constexpr int64_t kWarpElements = 2048;
@@ -49,7 +51,18 @@ enum class Access : int {
   scalar,    // one element
   rows,      // channel form, at least a vector per channel: a vector meets two channels at most
   dense,     // stride 1 and inner = 1, aligned: a vector of the operand beside each vector of x
-  walk       // channel form, element by element
+  walk,      // channel form, element by element
+  full       // as large as x and laid out as a full tensor may be
+};
+
+// How a full tensor lies: element i of the walk is at i + i / inner * extra, or at 2 i where the tensor has every second
+// element of a buffer.
+struct Lay {
+  int64_t extra = 0;
+  bool pair = false;
+};
+struct Place {
+  int64_t i, row;
 };
 
 template <class C>
@@ -61,6 +74,7 @@ struct OperandArg {
   bool wraps = false;       // the index is taken modulo the number of channels
   int64_t stride = 0, inner = 1, channels = 1;
   Divider by_inner, by_channels;
+  Lay lay;
 };
 
 template <class T, class C>
@@ -68,21 +82,59 @@ __device__ __forceinline__ C load_element(const OperandArg<C>& o, int64_t offset
   return o.is_compute ? static_cast<const C*>(o.data)[offset] : C(Element<T>::load(static_cast<const T*>(o.data)[offset]));
 }
 
+// Elements [lo, hi) of the vector at `at` of a full tensor.
+template <bool constant, class T>
+__device__ __forceinline__ Vector<T> fetch_full(const T* p, const Lay& lay, const Place& at, int lo, int hi) {
+  if (!lay.pair) return fetch<constant>(p + at.i + at.row * lay.extra, lo, hi);
+  constexpr int V = Vector<T>::kSize;
+  Vector<T> vector{};
+  if (lo == 0 && hi == V) {  // both halves of the pairs, of which this tensor has one
+    const int odd = reinterpret_cast<uintptr_t>(p) / sizeof(T) % 2;
+    const T* q = p - odd + 2 * at.i;
+    const Vector<T> a = fetch<constant>(q, 0, V), b = fetch<constant>(q + V, 0, V);
+#pragma unroll
+    for (int j = 0; j < V; ++j) {
+      const Vector<T>& from = 2 * j < V ? a : b;
+      vector.element[j] = odd ? from.element[2 * j % V + 1] : from.element[2 * j % V];
+    }
+  } else {
+#pragma unroll
+    for (int j = 0; j < V; ++j)
+      if (j >= lo && j < hi) vector.element[j] = p[2 * (at.i + j)];
+  }
+  return vector;
+}
+
 template <class T, class C, int V>
-__device__ __forceinline__ void load_operand(const OperandArg<C>& o, int64_t i, int lo, int hi, C (&out)[V]) {
-  if (o.access == Access::none) {
+__device__ __forceinline__ void store_full(T* p, const Lay& lay, const Place& at, int lo, int hi, const Lanes<C, V>& values) {
+  if (!lay.pair) return store_vector(p + at.i + at.row * lay.extra, lo, hi, values);
 #pragma unroll
-    for (int j = 0; j < V; ++j) out[j] = C(0);
-    return;
-  }
-  if (o.access == Access::constant || o.access == Access::scalar) {
-    const C value = o.access == Access::constant ? o.value : load_element<T>(o, 0);
+  for (int j = 0; j < V; ++j)
+    if (j >= lo && j < hi) p[2 * (at.i + j)] = Element<T>::store(values.lane[j]);
+}
+
+template <class T, class C, int V>
+__device__ __forceinline__ Lanes<C, V> to_lanes(const Vector<T>& vector) {
+  static_assert(V == Vector<T>::kSize);
+  Lanes<C, V> n;
 #pragma unroll
-    for (int j = 0; j < V; ++j) out[j] = value;
-    return;
+  for (int j = 0; j < V; ++j) n.lane[j] = Element<T>::load(vector.element[j]);
+  return n;
+}
+
+template <class T, class C, int V>
+__device__ __forceinline__ Lanes<C, V> load_operand(const OperandArg<C>& o, const Place& at, int lo, int hi) {
+  Lanes<C, V> out;
+  if (o.access == Access::none || o.access == Access::constant || o.access == Access::scalar) {
+    const C value = o.access == Access::none ? C(0) : o.access == Access::constant ? o.value : load_element<T>(o, 0);
+#pragma unroll
+    for (int j = 0; j < V; ++j) out.lane[j] = value;
+    return out;
   }
-  const int64_t plane = o.by_inner.quotient(i);
-  int64_t rest = i - plane * o.inner;
+  if (o.access == Access::full && !o.is_compute)
+    return to_lanes<T, C, V>(fetch_full<false>(static_cast<const T*>(o.data), o.lay, at, lo, hi));
+  const int64_t plane = o.by_inner.quotient(at.i);
+  int64_t rest = at.i - plane * o.inner;
   int64_t channel = o.wraps ? plane - o.by_channels.quotient(plane) * o.channels : plane;
   if (o.access == Access::rows) {
     // lo > 0 only where a vector straddles two rows; both values are then loaded, as at the end of a row.
@@ -93,8 +145,8 @@ __device__ __forceinline__ void load_operand(const OperandArg<C>& o, int64_t i, 
       next = load_element<T>(o, following * o.stride);
     }
 #pragma unroll
-    for (int j = 0; j < V; ++j) out[j] = rest + j < o.inner ? here : next;
-    return;
+    for (int j = 0; j < V; ++j) out.lane[j] = rest + j < o.inner ? here : next;
+    return out;
   }
   if (o.access == Access::dense && lo == 0 && hi == V) {
     if (o.is_compute) {
@@ -102,32 +154,36 @@ __device__ __forceinline__ void load_operand(const OperandArg<C>& o, int64_t i, 
     } else {
       load_vectors(static_cast<const T*>(o.data) + channel, out);
     }
-    return;
+    return out;
   }
 #pragma unroll
   for (int j = 0; j < V; ++j) {
-    out[j] = j >= lo && j < hi ? load_element<T>(o, channel * o.stride) : C(0);
+    out.lane[j] = j >= lo && j < hi ? load_element<T>(o, channel * o.stride) : C(0);
     if (++rest == o.inner) {
       rest = 0;
       if (++channel == o.channels) channel = 0;
     }
   }
+  return out;
 }
 
 // ---- what every kernel is given -------------------------------------------------------------------------------
 
-template <int O>
-struct Slots {
-  static constexpr int value = O > 0 ? O : 1;
-};
-
 // How the gradient of an operand leaves the kernel.
 enum class Emit : int { none, store, reduce };
+
+// Lays of the full tensors, for a Program; a compiled chain has kernels for flat tensors only.
+template <class Op>
+struct Lays {
+  bool pitched = false;
+  Divider by_inner;
+  Lay x, g, out[2], gradient[Op::kOperands];
+};
 
 template <class Op, class T>
 struct Args {
   using C = compute_of<T>;
-  static constexpr int O = Slots<Op::kOperands>::value;
+  static constexpr int O = Op::kOperands > 0 ? Op::kOperands : 1;
   int64_t numel;
   const T *x, *g, *u;
   T* out[2];
@@ -136,8 +192,19 @@ struct Args {
   bool gradient_is_compute[O];
   void* gradient[O];
   C* partial[O];  // reduce: where the partial sums go
-  Present<Op::kOperands> present;
+  bool has_u, has_v[O];
   Scalar<C> scalars[Op::kScalars > 0 ? Op::kScalars : 1];
+  Op op;
+  struct Nothing {};
+  std::conditional_t<Op::kDynamic, Lays<Op>, Nothing> lays;
+
+  __device__ __forceinline__ Place place(int64_t i) const {
+    if constexpr (Op::kDynamic) {
+      return {i, lays.pitched ? lays.by_inner.quotient(i) : 0};
+    } else {
+      return {i, 0};
+    }
+  }
 };
 
 template <class C, class T>
@@ -149,180 +216,207 @@ __device__ __forceinline__ void store_gradient(void* p, bool is_compute, int64_t
   }
 }
 
-// The vectors of the full inputs at one place, as they lie in memory.
-template <class T>
-struct Fetched {
-  Vector<T> x, g, u;
+// ---- vectors --------------------------------------------------------------------------------------------------
+
+// What a chain asks for at one vector. Gradients of operands that are summed go to `sums`.
+template <class Op, class T, class Sums>
+struct VectorIo {
+  using C = compute_of<T>;
+  static constexpr int V = Vector<T>::kSize;
+  using N = Lanes<C, V>;
+  static constexpr int O = Args<Op, T>::O;
+  const Args<Op, T>& a;
+  const Place at;
+  const int lo, hi;
+  Sums& sums;
+  N loaded[Op::kDynamic ? 1 : O];
+
+  // A compiled chain has its operands before the loads of x have come back; a Program loads what its steps name.
+  __device__ __forceinline__ void load() {
+    if constexpr (!Op::kDynamic) {
+#pragma unroll
+      for (int k = 0; k < Op::kOperands; ++k) loaded[k] = load_operand<T, C, V>(a.operand[k], at, lo, hi);
+    }
+  }
+  FUSED_ACT_FN N operand(int k) const {
+#if defined(__CUDA_ARCH__)
+    if constexpr (Op::kDynamic) return load_operand<T, C, V>(a.operand[k], at, lo, hi);
+#endif
+    return loaded[Op::kDynamic ? 0 : k];
+  }
+  FUSED_ACT_FN N direction(int) const { return constant<N>(0); }
+  FUSED_ACT_FN bool moves(int) const { return false; }
+  FUSED_ACT_FN void gradient(int k, const N& value) {
+#if defined(__CUDA_ARCH__)
+    if (a.emit[k] == Emit::reduce) sums.add(k, value, lo, hi);
+    if (a.emit[k] != Emit::store) return;
+    Lay lay;
+    if constexpr (Op::kDynamic) lay = a.lays.gradient[k];
+    if (a.gradient_is_compute[k]) {
+      store_full(static_cast<C*>(a.gradient[k]), lay, at, lo, hi, value);
+    } else {
+      store_full(static_cast<T*>(a.gradient[k]), lay, at, lo, hi, value);
+    }
+#endif
+  }
 };
 
-template <class Op, class T, Mode mode>
-__device__ __forceinline__ Fetched<T> fetch_inputs(const Args<Op, T>& a, int64_t i, int lo, int hi) {
-  Fetched<T> f{};
-  if (a.x) f.x = fetch(a.x + i, lo, hi);
-  if constexpr (has_operand_gradients<mode>) {
-    if (a.g) f.g = fetch(a.g + i, lo, hi);
-  }
-  if constexpr (has_direction<mode>) {
-    if (a.u) f.u = fetch(a.u + i, lo, hi);
-  }
-  return f;
-}
+struct NoSums {
+  template <class N>
+  __device__ __forceinline__ void add(int, const N&, int, int) {}
+};
 
-// Elements [lo, hi) of the vector at i: evaluates, stores the full outputs, returns the operands' gradients.
-template <class Op, class T, Mode mode, int V, class C>
-__device__ __forceinline__ void process(const Args<Op, T>& a, const Fetched<T>& f, int64_t i, int lo, int hi,
-                                        const C (&operand)[Args<Op, T>::O][V], const C (&v)[Args<Op, T>::O][V],
-                                        C (&gradients)[Args<Op, T>::O][V]) {
-  constexpr int O = Op::kOperands;
-  C full[2][V];
-#pragma unroll
-  for (int j = 0; j < V; ++j) {
-    Inputs<C, O> in{};
-    in.x = Element<T>::load(f.x.element[j]);
-    if constexpr (has_operand_gradients<mode>) in.g = Element<T>::load(f.g.element[j]);
-    if constexpr (has_direction<mode>) in.u = Element<T>::load(f.u.element[j]);
-#pragma unroll
-    for (int k = 0; k < O; ++k) {
-      in.operand[k] = operand[k][j];
-      if constexpr (has_direction<mode>) in.v[k] = v[k][j];
-    }
-    const Outputs<C, O> out = evaluate<Op, mode, C>(in, a.present, a.scalars);
-    full[0][j] = out.full[0];
-    if constexpr (full_outputs<mode> > 1) full[1][j] = out.full[1];
-    if constexpr (has_operand_gradients<mode>) {
-#pragma unroll
-      for (int k = 0; k < O; ++k) gradients[k][j] = out.operand[k];
-    }
+// Elements [lo, hi) of the vector at i: loads, evaluates, stores the full outputs and deals with operand gradients.
+template <class Op, class T, Mode mode, class Sums>
+__device__ __forceinline__ void process(const Args<Op, T>& a, int64_t i, int lo, int hi, Sums& sums) {
+  using Io = VectorIo<Op, T, Sums>;
+  using C = typename Io::C;
+  using N = typename Io::N;
+  constexpr int V = Io::V;
+  Io io{a, a.place(i), lo, hi, sums, {}};
+  Lay lay_x, lay_g, lay_out;
+  if constexpr (Op::kDynamic) {
+    lay_x = a.lays.x;
+    lay_g = a.lays.g;
+    lay_out = a.lays.out[0];
   }
-  if (a.out[0]) store_vector(a.out[0] + i, lo, hi, full[0]);
-  if constexpr (full_outputs<mode> > 1) {
-    if (a.out[1]) store_vector(a.out[1] + i, lo, hi, full[1]);
+  // Operands first in forward: the other way round it needs 38 registers and not 30, a multiprocessor holds 6 blocks and
+  // not 8, and bfloat16 with a bias takes 1.07 to 1.09 times the copy and not 1.00. In forward x may be the output, too.
+  constexpr bool forward = mode == Mode::forward;
+  if (forward) io.load();
+  Vector<T> x{}, g{};
+  if (a.x) x = fetch_full<!forward>(a.x, lay_x, io.at, lo, hi);
+  if constexpr (!forward) {
+    if (a.g) g = fetch_full<true>(a.g, lay_g, io.at, lo, hi);
+    io.load();
   }
-  if constexpr (has_operand_gradients<mode>) {
-#pragma unroll
-    for (int k = 0; k < O; ++k) {
-      if (a.emit[k] != Emit::store) continue;
-      if (a.gradient_is_compute[k]) {
-        store_vector(static_cast<C*>(a.gradient[k]) + i, lo, hi, gradients[k]);
-      } else {
-        store_vector(static_cast<T*>(a.gradient[k]) + i, lo, hi, gradients[k]);
-      }
-    }
-  }
-}
-
-template <class Op, class T, int V, class C>
-__device__ __forceinline__ void load_operands(const Args<Op, T>& a, int64_t i, int lo, int hi,
-                                              C (&operand)[Args<Op, T>::O][V], C (&v)[Args<Op, T>::O][V],
-                                              bool with_direction) {
-#pragma unroll
-  for (int k = 0; k < Op::kOperands; ++k) {
-    load_operand<T>(a.operand[k], i, lo, hi, operand[k]);
-    if (with_direction) load_operand<T>(a.v[k], i, lo, hi, v[k]);
-  }
+  const N zero = constant<N>(0);
+  const Outputs<N> out =
+      evaluate<mode>(a.op, a.scalars, to_lanes<T, C, V>(x), forward ? zero : to_lanes<T, C, V>(g), zero, false, io);
+  if (a.out[0]) store_full(a.out[0], lay_out, io.at, lo, hi, out.full[0]);
 }
 
 // ---- kernels --------------------------------------------------------------------------------------------------
 
 template <class Op, class T, Mode mode>
-__global__ void __launch_bounds__(kThreads, mode == Mode::forward ? tuning::kForwardResidents : 1)
+__global__ void __launch_bounds__(kThreads, Op::kDynamic              ? tuning::kProgramResidents
+                                            : mode == Mode::forward ? tuning::kForwardResidents
+                                                                    : 1)
     flat_kernel(const __grid_constant__ Args<Op, T> a) {
-  using C = compute_of<T>;
   constexpr int V = Vector<T>::kSize;
   const int64_t i = (int64_t(blockIdx.x) * kThreads + threadIdx.x) * V;
   if (i >= a.numel) return;
-  const int hi = a.numel - i < V ? int(a.numel - i) : V;
-  C operand[Args<Op, T>::O][V], v[Args<Op, T>::O][V], gradients[Args<Op, T>::O][V];
-  // Operands first: the other way round the forward kernel needs 38 registers and not 30, a multiprocessor holds 6
-  // blocks and not 8, and bfloat16 with a bias takes 1.07 to 1.09 times the copy and not 1.00.
-  load_operands(a, i, 0, hi, operand, v, has_direction<mode>);
-  const Fetched<T> f = fetch_inputs<Op, T, mode>(a, i, 0, hi);
-  process<Op, T, mode>(a, f, i, 0, hi, operand, v, gradients);
+  NoSums sums;
+  process<Op, T, mode>(a, i, 0, a.numel - i < V ? int(a.numel - i) : V, sums);
 }
 
-// Offsets of every tensor at a linear index. Rows: x, g, u, operands, directions, operand gradients.
-template <int O>
+// ---- elements -------------------------------------------------------------------------------------------------
+
+// Offsets of every tensor at a linear index, by the rows of Geometry::strides.
 struct Space {
-  static constexpr int kRows = 3 + 3 * O;
   int ndim = 0;
   Divider size[kMaxDims];
-  int64_t stride[kRows][kMaxDims];
+  int64_t stride[kTensors][kMaxDims];
 
-  __device__ __forceinline__ void offsets(int64_t i, int64_t (&offset)[kRows]) const {
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) offset[r] = 0;
+  __device__ __forceinline__ int64_t offset(int row, int64_t i) const {
+    int64_t offset = 0;
     for (int d = ndim - 1; d >= 0; --d) {
       const int64_t q = size[d].quotient(i);
-      const int64_t at = i - q * size[d].divisor;
+      offset += (i - q * size[d].divisor) * stride[row][d];
       i = q;
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) offset[r] += at * stride[r][d];
     }
+    return offset;
   }
 };
 
-template <class Op, class T, Mode mode, class C>
-__device__ __forceinline__ Outputs<C, Op::kOperands> evaluate_at(
-    const Args<Op, T>& a, const int64_t (&offset)[Space<Op::kOperands>::kRows]) {
-  constexpr int O = Op::kOperands;
-  const auto read = [](const T* p, int64_t at) { return p ? C(Element<T>::load(p[at])) : C(0); };
-  const auto read_operand = [](const OperandArg<C>& o, int64_t at) {
-    return o.access == Access::none ? C(0) : o.access == Access::constant ? o.value : load_element<T>(o, at);
-  };
-  Inputs<C, O> in{};
-  in.x = read(a.x, offset[0]);
-  in.g = read(a.g, offset[1]);
-  in.u = read(a.u, offset[2]);
-#pragma unroll
-  for (int k = 0; k < O; ++k) {
-    in.operand[k] = read_operand(a.operand[k], offset[3 + k]);
-    in.v[k] = read_operand(a.v[k], offset[3 + O + k]);
+template <class T, class Sums>
+struct ElementIo {
+  using C = compute_of<T>;
+  const Args<Program, T>& a;
+  const Space& space;
+  const int64_t i;
+  Sums& sums;
+
+  FUSED_ACT_FN C read(const OperandArg<C>& o, int row) const {
+#if defined(__CUDA_ARCH__)
+    if (o.access == Access::none || o.access == Access::constant) return o.value;
+    return load_element<T>(o, space.offset(row, i));
+#else
+    return C(0);
+#endif
   }
-  return evaluate<Op, mode, C>(in, a.present, a.scalars);
+  FUSED_ACT_FN C operand(int k) const { return read(a.operand[k], kOperand + k); }
+  FUSED_ACT_FN C direction(int k) const { return read(a.v[k], kV + k); }
+  FUSED_ACT_FN bool moves(int k) const { return a.has_v[k]; }
+  FUSED_ACT_FN void gradient(int k, const C& value) {
+#if defined(__CUDA_ARCH__)
+    sums.add(k, value);
+    if (a.emit[k] == Emit::store)
+      store_gradient<C, T>(a.gradient[k], a.gradient_is_compute[k], space.offset(kGradient + k, i), value);
+#endif
+  }
+};
+
+template <class T, Mode mode, class Sums>
+__device__ __forceinline__ Outputs<compute_of<T>> evaluate_at(const Args<Program, T>& a, const Space& space, int64_t i,
+                                                             Sums& sums) {
+  using C = compute_of<T>;
+  const auto read = [&](const T* p, int row) { return p ? C(Element<T>::load(p[space.offset(row, i)])) : C(0); };
+  ElementIo<T, Sums> io{a, space, i, sums};
+  return evaluate<mode>(a.op, a.scalars, read(a.x, kX), read(a.g, kG), read(a.u, kU), a.has_u, io);
 }
 
-template <class Op, class T, Mode mode>
+struct NoElementSums {
+  template <class C>
+  __device__ __forceinline__ void add(int, C) {}
+};
+
+template <class T, Mode mode>
 __global__ void __launch_bounds__(kThreads)
-    strided_kernel(const __grid_constant__ Args<Op, T> a, const __grid_constant__ Space<Op::kOperands> space) {
-  using C = compute_of<T>;
-  constexpr int O = Op::kOperands;
+    strided_kernel(const __grid_constant__ Args<Program, T> a, const __grid_constant__ Space space) {
   const int64_t first = int64_t(blockIdx.x) * kThreads * tuning::kStridedElements + threadIdx.x;
-#pragma unroll
+#pragma unroll 1
   for (int n = 0; n < tuning::kStridedElements; ++n) {
     const int64_t i = first + n * kThreads;
     if (i >= a.numel) return;
-    int64_t offset[Space<O>::kRows];
-    space.offsets(i, offset);
-    const Outputs<C, O> out = evaluate_at<Op, T, mode, C>(a, offset);
-    if (a.out[0]) a.out[0][i] = Element<T>::store(out.full[0]);
-    if constexpr (full_outputs<mode> > 1) {
-      if (a.out[1]) a.out[1][i] = Element<T>::store(out.full[1]);
-    }
-    if constexpr (has_operand_gradients<mode>) {
+    NoElementSums sums;
+    const Outputs<compute_of<T>> out = evaluate_at<T, mode>(a, space, i, sums);
+    constexpr int outputs = full_outputs(mode);
 #pragma unroll
-      for (int k = 0; k < O; ++k)
-        if (a.emit[k] == Emit::store)
-          store_gradient<C, T>(a.gradient[k], a.gradient_is_compute[k], offset[3 + 2 * O + k], out.operand[k]);
-    }
+    for (int k = 0; k < outputs; ++k)
+      if (a.out[k]) a.out[k][space.offset(kOut + k, i)] = Element<T>::store(out.full[k]);
   }
 }
 
-// Processes elements [lo, hi) of the vector at i and adds the operands' gradients to `sum`.
-template <class Op, class T, Mode mode, int V, class C>
-__device__ __forceinline__ void add_vector(const Args<Op, T>& a, int64_t i, int lo, int hi, C (&sum)[Args<Op, T>::O]) {
-  constexpr int O = Args<Op, T>::O;
-  C operand[O][V], v[O][V], gradients[O][V];
-  const Fetched<T> f = fetch_inputs<Op, T, mode>(a, i, lo, hi);
-  load_operands(a, i, lo, hi, operand, v, mode == Mode::double_backward);
-  process<Op, T, mode>(a, f, i, lo, hi, operand, v, gradients);
-#pragma unroll
-  for (int k = 0; k < Op::kOperands; ++k) {
+// ---- reductions -----------------------------------------------------------------------------------------------
+
+// Sums of the operands' gradients in registers. A Program's k is known at run time only, hence the loops.
+template <int O, class C>
+struct RowSums {
+  C sum[O];
+  template <int V>
+  __device__ __forceinline__ void add(int k, const Lanes<C, V>& value, int lo, int hi) {
     C inside = C(0);
 #pragma unroll
-    for (int j = 0; j < V; ++j) inside += j >= lo && j < hi ? gradients[k][j] : C(0);
-    sum[k] += inside;
+    for (int j = 0; j < V; ++j) inside += j >= lo && j < hi ? value.lane[j] : C(0);
+#pragma unroll
+    for (int n = 0; n < O; ++n)
+      if (n == k) sum[n] += inside;
   }
-}
+};
+
+template <int O, class C, int V>
+struct ColumnSums {
+  C sum[O][V];
+  __device__ __forceinline__ void add(int k, const Lanes<C, V>& value, int, int) {
+#pragma unroll
+    for (int n = 0; n < O; ++n)
+      if (n == k) {
+#pragma unroll
+        for (int j = 0; j < V; ++j) sum[n][j] += value.lane[j];
+      }
+  }
+};
 
 // A tensor of shape (outer, channels, inner), cut into chunks: `planes` consecutive planes of one channel, or a
 // `length` of one plane. A block takes one chunk of one channel; `width` threads walk along a plane.
@@ -334,7 +428,7 @@ struct Rows {
 };
 
 template <class Op, class T, Mode mode>
-__global__ void __launch_bounds__(kThreads, mode == Mode::backward ? tuning::kReductionResidents : 1)
+__global__ void __launch_bounds__(kThreads, tuning::kReductionResidents)
     row_kernel(const __grid_constant__ Args<Op, T> a, const Rows rows) {
   using C = compute_of<T>;
   constexpr int V = Vector<T>::kSize;
@@ -350,31 +444,38 @@ __global__ void __launch_bounds__(kThreads, mode == Mode::backward ? tuning::kRe
   const int64_t to = from + rows.length < rows.inner ? from + rows.length : rows.inner;
   const int lane = threadIdx.x % rows.width, line = threadIdx.x / rows.width, lines = kThreads / rows.width;
 
-  C sum[O];
-#pragma unroll
-  for (int k = 0; k < O; ++k) sum[k] = C(0);
+  RowSums<O, C> sums{};
   for (int64_t o = first + line; o < last; o += lines) {
     // Planes need not start at a multiple of a vector: whole vectors inside, and a part of one at either end, which
     // is shared with the neighbouring plane.
     const int64_t start = (o * rows.channels + channel) * rows.inner + from;
     const int64_t end = start + to - from;
-    const int64_t whole = (start + V - 1) / V * V, part = end / V * V;
+    const int step = rows.width * V;
     // Threads are laid from a 128-byte line on: a warp that straddles lines writes 5 of them for 4.
     constexpr int kLine = 128 / sizeof(T);
-    const int step = rows.width * V;
+    if constexpr (Op::kDynamic) {  // one place where all steps are inlined: with four, ptxas takes 90 s
+#pragma unroll 1
+      for (int64_t i = start / kLine * kLine + lane * V; i < end; i += step) {
+        const int lo = i < start ? int(min(start - i, int64_t(V))) : 0, hi = end - i < V ? int(end - i) : V;
+        if (lo < hi) process<Op, T, mode>(a, i, lo, hi, sums);
+      }
+    } else {
+      const int64_t whole = (start + V - 1) / V * V, part = end / V * V;
 #pragma unroll (tuning::kReductionUnroll)
-    for (int64_t i = whole / kLine * kLine + lane * V; i < part; i += step)
-      if (i >= whole) add_vector<Op, T, mode, V>(a, i, 0, V, sum);
-    if (lane == 0 && start < whole) {
-      const int64_t i = whole - V;
-      add_vector<Op, T, mode, V>(a, i, int(start - i), end - i < V ? int(end - i) : V, sum);
+      for (int64_t i = whole / kLine * kLine + lane * V; i < part; i += step)
+        if (i >= whole) process<Op, T, mode>(a, i, 0, V, sums);
+      if (lane == 0 && start < whole) {
+        const int64_t i = whole - V;
+        process<Op, T, mode>(a, i, int(start - i), end - i < V ? int(end - i) : V, sums);
+      }
+      if (lane == rows.width - 1 && part < end && part >= whole)
+        process<Op, T, mode>(a, part, 0, int(end - part), sums);
     }
-    if (lane == rows.width - 1 && part < end && part >= whole) add_vector<Op, T, mode, V>(a, part, 0, int(end - part), sum);
   }
 #pragma unroll
   for (int k = 0; k < Op::kOperands; ++k) {
     if (a.emit[k] != Emit::reduce) continue;
-    const C total = block_sum(sum[k], shared);
+    const C total = block_sum(sums.sum[k], shared);
     if (threadIdx.x == 0) {
       if (rows.chunks == 1) {
         store_gradient<C, T>(a.gradient[k], a.gradient_is_compute[k], channel, total);
@@ -394,7 +495,7 @@ struct Columns {
 };
 
 template <class Op, class T, Mode mode>
-__global__ void __launch_bounds__(kThreads, mode == Mode::backward ? tuning::kReductionResidents : 1)
+__global__ void __launch_bounds__(kThreads, tuning::kReductionResidents)
     column_kernel(const __grid_constant__ Args<Op, T> a, const Columns columns) {
   using C = compute_of<T>;
   constexpr int V = Vector<T>::kSize;
@@ -408,29 +509,18 @@ __global__ void __launch_bounds__(kThreads, mode == Mode::backward ? tuning::kRe
   const int64_t first = int64_t(blockIdx.y) * columns.rows;
   const int64_t last = first + columns.rows < columns.outer ? first + columns.rows : columns.outer;
 
-  C sum[O][V];
-#pragma unroll
-  for (int k = 0; k < O; ++k)
-#pragma unroll
-    for (int j = 0; j < V; ++j) sum[k][j] = C(0);
-  const auto add = [&](int64_t i, int count) {
-    C operand[O][V], v[O][V], gradients[O][V];
-    const Fetched<T> f = fetch_inputs<Op, T, mode>(a, i, 0, count);
-    load_operands(a, i, 0, count, operand, v, mode == Mode::double_backward);
-    process<Op, T, mode>(a, f, i, 0, count, operand, v, gradients);
-#pragma unroll
-    for (int k = 0; k < Op::kOperands; ++k)
-#pragma unroll
-      for (int j = 0; j < V; ++j) sum[k][j] += gradients[k][j];
-  };
+  ColumnSums<O, C, V> sums{};
   if (works) {
     const int64_t end = last * columns.channels, step = lines * columns.channels;
     int64_t i = (first + line) * columns.channels + column;
-    if (width == V) {  // whole vectors, known to the compiler
+    if constexpr (Op::kDynamic) {
+#pragma unroll 1
+      for (; i < end; i += step) process<Op, T, mode>(a, i, 0, width, sums);
+    } else if (width == V) {  // whole vectors, known to the compiler
 #pragma unroll (tuning::kReductionUnroll)
-      for (; i < end; i += step) add(i, V);
+      for (; i < end; i += step) process<Op, T, mode>(a, i, 0, V, sums);
     } else {
-      for (; i < end; i += step) add(i, 1);
+      for (; i < end; i += step) process<Op, T, mode>(a, i, 0, 1, sums);
     }
   }
 #pragma unroll
@@ -440,7 +530,7 @@ __global__ void __launch_bounds__(kThreads, mode == Mode::backward ? tuning::kRe
     if (line < lines) {
 #pragma unroll
       for (int j = 0; j < V; ++j)
-        if (j < width) shared[(line * across + at) * width + j] = sum[k][j];
+        if (j < width) shared[(line * across + at) * width + j] = sums.sum[k][j];
     }
     __syncthreads();
     for (int e = threadIdx.x; e < across * width; e += kThreads) {
@@ -464,37 +554,33 @@ struct Reduction {
   int kept_ndim;
 };
 
-template <class Op, class T, Mode mode>
+template <class C>
+struct OneSum {
+  int which;
+  C sum;
+  __device__ __forceinline__ void add(int k, C value) { sum += k == which ? value : C(0); }
+};
+
+template <class T, Mode mode>
 __global__ void __launch_bounds__(kThreads)
-    reduce_kernel(const __grid_constant__ Args<Op, T> a, const __grid_constant__ Space<Op::kOperands> space,
+    reduce_kernel(const __grid_constant__ Args<Program, T> a, const __grid_constant__ Space space,
                   const Reduction reduction, const int which) {
   using C = compute_of<T>;
-  constexpr int O = Op::kOperands;
   const int64_t warp = (int64_t(blockIdx.x) * kThreads + threadIdx.x) / kWarp;
   if (warp >= reduction.kept * reduction.chunks) return;
   const int64_t index = warp / reduction.chunks;
   const int64_t from = warp % reduction.chunks * reduction.length;
   const int64_t to = from + reduction.length < reduction.reduced ? from + reduction.length : reduction.reduced;
-  C sum = C(0);
-  int64_t offset[Space<O>::kRows];
-  for (int64_t r = from + threadIdx.x % kWarp; r < to; r += kWarp) {
-    space.offsets(index * reduction.reduced + r, offset);
-    const Outputs<C, O> out = evaluate_at<Op, T, mode, C>(a, offset);
-#pragma unroll
-    for (int k = 0; k < O; ++k) sum += k == which ? out.operand[k] : C(0);
-  }
-  sum = warp_sum(sum);
+  OneSum<C> sums{which, C(0)};
+  for (int64_t r = from + threadIdx.x % kWarp; r < to; r += kWarp)
+    evaluate_at<T, mode>(a, space, index * reduction.reduced + r, sums);
+  const C sum = warp_sum(sums.sum);
   if (threadIdx.x % kWarp == 0) {
     if (reduction.chunks == 1) {
-      space.offsets(index * reduction.reduced, offset);
-#pragma unroll
-      for (int k = 0; k < O; ++k)
-        if (k == which) store_gradient<C, T>(a.gradient[k], a.gradient_is_compute[k], offset[3 + 2 * O + k], sum);
+      store_gradient<C, T>(a.gradient[which], a.gradient_is_compute[which],
+                           space.offset(kGradient + which, index * reduction.reduced), sum);
     } else {
-      // `partial` is indexed by operand at compile time only.
-#pragma unroll
-      for (int k = 0; k < O; ++k)
-        if (k == which) a.partial[k][warp] = sum;
+      a.partial[which][warp] = sum;
     }
   }
 }

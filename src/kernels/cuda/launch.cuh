@@ -2,7 +2,9 @@
 #pragma once
 
 #include <algorithm>
+#include <iterator>
 
+#include "../operators.h"
 #include "cuda.h"
 #include "kernels.cuh"
 
@@ -15,44 +17,64 @@ class Launcher {
   using C = compute_of<T>;
   static constexpr int O = Op::kOperands;
   static constexpr int V = Vector<T>::kSize;
-  static constexpr int kGradientRow = 3 + 2 * O;
+  static constexpr bool kSums = O > 0 && has_operand_gradients(mode);
+  // Vector kernels of a Program exist for the two modes of training, and not for the rare float64.
+  static constexpr bool kVectors = !Op::kDynamic || ((mode == Mode::forward || mode == Mode::backward) && sizeof(C) < 8);
 
  public:
-  Launcher(const Request& r, const Geometry& geometry, const Cuda& cuda) : request_(r), geometry_(geometry), cuda_(cuda) {}
+  Launcher(const Op& op, const Request& r, const Geometry& geometry, const Cuda& cuda)
+      : request_(r), geometry_(geometry), cuda_(cuda) {
+    fill(op);
+    if constexpr (kVectors) {
+      flat_ = vectors_ = true;
+      for_each_full([&](const void* p, int row, Lay& lay, bool wide) { look(p, row, lay, wide); });
+      for (int k = 0; k < O; ++k) look_at_operand(r.operand[k], kOperand + k, args_.operand[k]);
+      if constexpr (Op::kDynamic) args_.lays.pitched = pitched_;
+    }
+    if constexpr (kSums) plan_gradients();
+  }
+
+  // A compiled chain has kernels for flat tensors, with all sums in one pass.
+  bool fits() const { return flat_ && !any(Plan::apart); }
 
   cudaError_t run() {
-    fill();
-    bool all_flat = true;
-    const auto check = [&](const void* p, int row) { all_flat &= !p || (aligned(p) && geometry_.flat(row)); };
-    check(request_.x.data, kX);
-    check(request_.g.data, kG);
-    check(request_.u.data, kU);
-    for (void* out : request_.out) all_flat &= !out || aligned(out);
-    for (int k = 0; k < O; ++k) all_flat &= request_.operand[k].data == nullptr || operand_access(request_.operand[k], kOperand + k, args_.operand[k]);
-    for (int k = 0; k < O; ++k) all_flat &= request_.v[k].data == nullptr || operand_access(request_.v[k], kV + k, args_.v[k]);
-
-    if constexpr (O > 0 && has_operand_gradients<mode>) {
-      if (cudaError_t e = emit_gradients(all_flat); e != cudaSuccess || done_) return e;
+    if constexpr (kSums) {
+      bool fused = false;
+      for (int k = 0; k < O; ++k) {
+        if (plan_[k] == Plan::apart) {
+          if constexpr (Op::kDynamic)
+            if (cudaError_t e = launch_reduce(k); e != cudaSuccess) return e;
+        }
+        fused |= plan_[k] == Plan::fused;
+      }
+      if constexpr (kVectors)
+        if (fused) return main_.inner == 1 ? launch_columns() : launch_rows();
     }
-    bool any_output = request_.out[0] || request_.out[1];
+    bool any_output = request_.out[0].data || request_.out[1].data;
     for (int k = 0; k < O; ++k) any_output |= args_.emit[k] == Emit::store;
     if (!any_output) return cudaSuccess;
-    return all_flat ? launch_flat() : launch_strided();
+    if constexpr (kVectors)
+      if (vectors_) return launch_flat();
+    if constexpr (Op::kDynamic) return launch_strided();
+    return cudaErrorInvalidValue;  // not reached: fits() said so
   }
 
  private:
-  void fill() {
+  enum class Plan { none, stored, fused, apart };
+
+  void fill(const Op& op) {
     const Request& r = request_;
+    args_.op = op;
     args_.numel = r.numel;
     args_.x = static_cast<const T*>(r.x.data);
     args_.g = static_cast<const T*>(r.g.data);
     args_.u = static_cast<const T*>(r.u.data);
-    for (int n = 0; n < 2; ++n) args_.out[n] = static_cast<T*>(r.out[n]);
-    args_.present.u = r.u.data != nullptr;
+    for (int n = 0; n < 2; ++n) args_.out[n] = static_cast<T*>(r.out[n].data);
+    args_.has_u = r.u.data != nullptr;
     for (int k = 0; k < O; ++k) {
       args_.operand[k] = operand_arg(r.operand[k]);
       args_.v[k] = operand_arg(r.v[k]);
-      args_.present.v[k] = r.v_present[k];
+      args_.has_v[k] = r.v_present[k];
       args_.emit[k] = Emit::none;
       args_.gradient[k] = r.operand_gradient[k].data;
       args_.gradient_is_compute[k] = r.operand_gradient[k].dtype != r.dtype;
@@ -70,67 +92,108 @@ class Launcher {
     return arg;
   }
 
-  // The form in which a vector kernel reads this operand; false where it has none.
-  bool operand_access(const Request::Operand& o, int row, OperandArg<C>& arg) const {
+  template <class F>
+  void for_each_full(F f) {
+    const Request& r = request_;
+    Lay none, *x = &none, *g = &none, *out = &none;
+    if constexpr (Op::kDynamic) {
+      x = &args_.lays.x;
+      g = &args_.lays.g;
+      out = args_.lays.out;
+    }
+    f(r.x.data, kX, *x, false);
+    f(r.g.data, kG, *g, false);
+    f(r.out[0].data, kOut, *out, false);
+    for (int k = 0; k < O; ++k) {
+      if (!is_full(r.operand_gradient[k])) continue;
+      Lay* gradient = &none;
+      if constexpr (Op::kDynamic) gradient = &args_.lays.gradient[k];
+      f(r.operand_gradient[k].data, kGradient + k, *gradient, args_.gradient_is_compute[k]);
+    }
+  }
+  bool is_full(const Request::OperandGradient& g) const { return g.data && g.numel == request_.numel; }
+
+  // Finds out how a full tensor lies: flat, in rows with a pitch, or as one half of pairs.
+  void look(const void* p, int row, Lay& lay, bool wide) {
+    if (!p) return;
+    if (aligned(p) && geometry_.flat(row)) return;
+    flat_ = false;
+    const Geometry& space = geometry_;
+    const int64_t* stride = space.strides[row];
+    if (request_.pairs && !wide && space.ndim == 1 && stride[0] == 2 && aligned_pair(p)) {
+      lay.pair = true;
+    } else if (space.ndim == 2 && stride[1] == 1 && aligned(p) && stride[0] % V == 0 && space.sizes[1] % V == 0 &&
+               request_.numel % V == 0) {
+      pitched_ = true;
+      lay.extra = stride[0] - space.sizes[1];
+      if constexpr (Op::kDynamic) args_.lays.by_inner = Divider::of(space.sizes[1], request_.numel);
+    } else {
+      vectors_ = false;
+    }
+  }
+  static bool aligned_pair(const void* p) { return aligned(static_cast<const T*>(p) - reinterpret_cast<uintptr_t>(p) / sizeof(T) % 2); }
+
+  // The form in which a vector kernel reads an operand.
+  void look_at_operand(const Request::Operand& o, int row, OperandArg<C>& arg) {
+    if (!o.data) return;
     const ChannelForm f = channel_form(geometry_, row);
-    if (!f.exact) return false;
+    if (!f.exact) {
+      if (arg.is_compute) {
+        flat_ = vectors_ = false;
+      } else {
+        look(o.data, row, arg.lay, false);
+        arg.access = Access::full;
+      }
+      return;
+    }
     arg.stride = f.stride;
     arg.inner = f.inner;
     arg.channels = f.channels;
     arg.wraps = f.outer > 1;
     if (f.channels == 1) {
       arg.access = Access::scalar;
-      return true;
+      return;
+    }
+    if (f.channels == request_.numel && f.stride == 2 && request_.pairs && !arg.is_compute) {
+      look(o.data, row, arg.lay, false);
+      arg.access = Access::full;
+      return;
     }
     arg.by_inner = Divider::of(f.inner, request_.numel);
     arg.by_channels = Divider::of(f.channels, request_.numel);
     const bool dense = f.inner == 1 && f.stride == 1 && aligned(o.data) && (!arg.wraps || f.channels % V == 0);
     arg.access = dense ? Access::dense : f.inner >= V ? Access::rows : Access::walk;
-    return true;
   }
 
-  // Decides how each operand's gradient is computed and launches what computes it. Sets done_ where that kernel has
-  // written the full outputs too.
-  cudaError_t emit_gradients(bool all_flat) {
-    ChannelForm main;  // all gradients of this form are summed in one pass with the full outputs
+  // Decides how each operand's gradient is computed.
+  void plan_gradients() {
     bool fused = false;
     for (int k = 0; k < O; ++k) {
       const Request::OperandGradient& gradient = request_.operand_gradient[k];
       if (!gradient.data) continue;
-      const ChannelForm f = channel_form(geometry_, kGradient + k);
-      if (gradient.numel == request_.numel) {  // nothing to sum: one more full output
-        const bool beside = all_flat && geometry_.flat(kGradient + k) && aligned(gradient.data);
+      if (is_full(gradient)) {  // nothing to sum: one more full output
+        plan_[k] = Plan::stored;
         args_.emit[k] = Emit::store;
-        stores_elsewhere_ |= !beside;
         continue;
       }
+      const ChannelForm f = channel_form(geometry_, kGradient + k);
       // Beyond 2^30 channels a block for each would not fit in a grid.
-      const bool sums = f.exact && all_flat && (f.channels == 1 || f.stride == 1) && f.channels <= (int64_t(1) << 30);
-      if (sums && (!fused || (f.channels == main.channels && f.inner == main.inner))) {
-        main = f;
+      const bool sums = f.exact && flat_ && (f.channels == 1 || f.stride == 1) && f.channels <= (int64_t(1) << 30);
+      if (sums && (!fused || (f.channels == main_.channels && f.inner == main_.inner))) {
+        main_ = f;
         fused = true;
+        plan_[k] = Plan::fused;
         args_.emit[k] = Emit::reduce;
-      } else if (cudaError_t e = launch_reduce(k); e != cudaSuccess) {
-        return e;
+      } else {
+        plan_[k] = Plan::apart;
       }
     }
-    if (stores_elsewhere_) {  // a full gradient in another order: the strided kernel writes it, sums go apart
-      for (int k = 0; k < O; ++k) {
-        if (args_.emit[k] != Emit::reduce) continue;
-        args_.emit[k] = Emit::none;
-        if (cudaError_t e = launch_reduce(k); e != cudaSuccess) return e;
-      }
-      done_ = true;
-      return launch_strided();
+    if (main_.channels == 1) {  // one sum over everything: one row
+      main_.inner = request_.numel;
+      main_.outer = 1;
     }
-    if (!fused) return cudaSuccess;
-    done_ = true;
-    if (main.channels == 1) {  // one sum over everything: one row
-      main.inner = request_.numel;
-      main.outer = 1;
-    }
-    return main.inner == 1 ? launch_columns(main) : launch_rows(main);
   }
+  bool any(Plan plan) const { return std::find(std::begin(plan_), std::end(plan_), plan) != std::end(plan_); }
 
   cudaError_t launch_flat() {
     const int64_t blocks = divide_up(request_.numel, int64_t(kThreads) * V);
@@ -138,23 +201,13 @@ class Launcher {
     return cudaGetLastError();
   }
 
-  Space<O> make_space(const int* order, int ndim) const {
-    Space<O> space;
+  Space make_space(const int* order, int ndim) const {
+    Space space;
     space.ndim = ndim;
     for (int d = 0; d < ndim; ++d) {
       const int from = order[d];
       space.size[d] = Divider::of(geometry_.sizes[from], request_.numel);
-      const auto copy = [&](int row, int t, bool present) {
-        space.stride[row][d] = present ? geometry_.strides[t][from] : 0;
-      };
-      copy(0, kX, request_.x.data);
-      copy(1, kG, request_.g.data);
-      copy(2, kU, request_.u.data);
-      for (int k = 0; k < O; ++k) {
-        copy(3 + k, kOperand + k, request_.operand[k].data);
-        copy(3 + O + k, kV + k, request_.v[k].data);
-        copy(kGradientRow + k, kGradient + k, request_.operand_gradient[k].data);
-      }
+      for (int row = 0; row < kTensors; ++row) space.stride[row][d] = geometry_.strides[row][from];
     }
     return space;
   }
@@ -162,9 +215,9 @@ class Launcher {
   cudaError_t launch_strided() {
     int order[kMaxDims];
     for (int d = 0; d < geometry_.ndim; ++d) order[d] = d;
-    const Space<O> space = make_space(order, geometry_.ndim);
+    const Space space = make_space(order, geometry_.ndim);
     const int64_t blocks = divide_up(request_.numel, int64_t(kThreads) * tuning::kStridedElements);
-    strided_kernel<Op, T, mode><<<static_cast<unsigned>(blocks), kThreads, 0, stream()>>>(args_, space);
+    strided_kernel<T, mode><<<static_cast<unsigned>(blocks), kThreads, 0, stream()>>>(args_, space);
     return cudaGetLastError();
   }
 
@@ -174,7 +227,8 @@ class Launcher {
     return std::max(least, request_.numel / blocks);
   }
 
-  cudaError_t launch_rows(const ChannelForm& f) {
+  cudaError_t launch_rows() {
+    const ChannelForm& f = main_;
     Rows rows;
     rows.outer = f.outer;
     rows.channels = f.channels;
@@ -195,7 +249,8 @@ class Launcher {
     return finish(f.channels, rows.chunks);
   }
 
-  cudaError_t launch_columns(const ChannelForm& f) {
+  cudaError_t launch_columns() {
+    const ChannelForm& f = main_;
     Columns columns;
     columns.outer = f.outer;
     columns.channels = f.channels;
@@ -237,12 +292,15 @@ class Launcher {
     reduction.chunks = std::min(wanted, divide_up(reduction.reduced, tuning::kWarpElements));
     reduction.length = divide_up(reduction.reduced, reduction.chunks);
     reduction.chunks = divide_up(reduction.reduced, reduction.length);
+    Args<Op, T> args = args_;
+    for (Emit& emit : args.emit) emit = Emit::none;
     if (reduction.chunks > 1) {
-      args_.partial[which] = static_cast<C*>(cuda_.allocate(cuda_.context, sizeof(C) * reduction.kept * reduction.chunks));
+      args.partial[which] = args_.partial[which] =
+          static_cast<C*>(cuda_.allocate(cuda_.context, sizeof(C) * reduction.kept * reduction.chunks));
     }
-    const Space<O> space = make_space(order, ndim);
+    const Space space = make_space(order, ndim);
     const int64_t blocks = divide_up(reduction.kept * reduction.chunks, int64_t(kThreads / kWarp));
-    reduce_kernel<Op, T, mode><<<static_cast<unsigned>(blocks), kThreads, 0, stream()>>>(args_, space, reduction, which);
+    reduce_kernel<T, mode><<<static_cast<unsigned>(blocks), kThreads, 0, stream()>>>(args, space, reduction, which);
     if (cudaError_t e = cudaGetLastError(); e != cudaSuccess) return e;
     if (reduction.chunks == 1) return cudaSuccess;
     Kept where;
@@ -288,37 +346,62 @@ class Launcher {
   const Geometry& geometry_;
   const Cuda& cuda_;
   Args<Op, T> args_;
-  bool done_ = false;
-  bool stores_elsewhere_ = false;
+  bool flat_ = false;     // every full tensor is dense in the order of the walk and aligned
+  bool vectors_ = false;  // a vector kernel can walk every tensor
+  bool pitched_ = false;
+  Plan plan_[Args<Op, T>::O] = {};
+  ChannelForm main_;  // of the gradients that are summed in one pass with the full outputs
 };
 
-template <class Op, class T>
-cudaError_t launch(const Request& r, const Geometry& geometry, const Cuda& cuda) {
+template <class T>
+cudaError_t launch_program(const Request& r, const Geometry& geometry, const Cuda& cuda) {
   switch (r.mode) {
     case Mode::forward:
-      return Launcher<Op, T, Mode::forward>(r, geometry, cuda).run();
+      return Launcher<Program, T, Mode::forward>(r.program, r, geometry, cuda).run();
     case Mode::jvp:
-      return Launcher<Op, T, Mode::jvp>(r, geometry, cuda).run();
+      return Launcher<Program, T, Mode::jvp>(r.program, r, geometry, cuda).run();
     case Mode::backward:
-      return Launcher<Op, T, Mode::backward>(r, geometry, cuda).run();
+      return Launcher<Program, T, Mode::backward>(r.program, r, geometry, cuda).run();
     case Mode::double_backward:
-      return Launcher<Op, T, Mode::double_backward>(r, geometry, cuda).run();
+      return Launcher<Program, T, Mode::double_backward>(r.program, r, geometry, cuda).run();
   }
   return cudaErrorInvalidValue;
+}
+
+// The compiled kernels where there are any and they fit, else the program.
+template <class Op, class T>
+cudaError_t launch(const Request& r, const Geometry& geometry, const Cuda& cuda) {
+  if constexpr (sizeof(compute_of<T>) < 8) {
+    if (r.mode == Mode::forward) {
+      Launcher<Op, T, Mode::forward> launcher(Op{}, r, geometry, cuda);
+      if (launcher.fits()) return launcher.run();
+    } else if (r.mode == Mode::backward) {
+      Launcher<Op, T, Mode::backward> launcher(Op{}, r, geometry, cuda);
+      if (launcher.fits()) return launcher.run();
+    }
+  }
+  return launch_program<T>(r, geometry, cuda);
 }
 
 // The launch functions of all operators, in the order of the list.
 template <class T>
 struct Table {
   using Function = cudaError_t (*)(const Request&, const Geometry&, const Cuda&);
-#define FUSED_ACT_ENTRY(NAME, ...) &launch<ops::NAME, T>,
-  static constexpr Function functions[] = {FUSED_ACT_OPERATORS(FUSED_ACT_ENTRY)};
-#undef FUSED_ACT_ENTRY
-
+  template <class Op>
+  static constexpr Function entry() {
+    if constexpr (Op::kDynamic) {
+      return &launch_program<T>;
+    } else {
+      return &launch<Op, T>;
+    }
+  }
+#define FUSED_ACT_ENTRY(NAME, ...) entry<ops::NAME::Compiled>(),
   static const char* run(int op, const Request& r, const Geometry& geometry, const Cuda& cuda) {
+    static constexpr Function functions[] = {FUSED_ACT_OPERATORS(FUSED_ACT_ENTRY)};
     const cudaError_t e = functions[op](r, geometry, cuda);
     return e == cudaSuccess ? nullptr : cudaGetErrorString(e);
   }
+#undef FUSED_ACT_ENTRY
 };
 
 }  // namespace fused_act
