@@ -3,15 +3,18 @@
 `reference` runs it eagerly in the tested type on the tested device (float32 and float64 must equal it bit for bit).
 `oracle` runs it in float64 on the CPU, with scalars and operands rounded to the compute type first, which is what
 float16 and bfloat16 are held to. Gradients come from autograd of the same expression, so the conventions at kinks,
-ties and NaN are PyTorch's own; the two exceptions are written down in `clamp` and `Exact`.
+ties and NaN are PyTorch's own; the two exceptions are written down in `clamp` and `hardsigmoid`.
 """
 
 import ast
 import functools
+import math
 import re
 
 import torch
 import torch.nn.functional as F
+
+import fused_act
 
 COMPUTE = {
     torch.float16: torch.float32,
@@ -27,8 +30,13 @@ TRANSCENDENTAL = {
 }  # fmt: skip
 
 
-def transcendental(op):
-    return bool(TRANSCENDENTAL & set(re.findall(r"[A-Za-z_]\w*", op.expression)))
+def transcendental(op, params=()):
+    """`params`: keyword arguments, among which the name of an activation may be."""
+    words = set(re.findall(r"[A-Za-z_]\w*", op.expression))
+    for p in op.parameters:
+        if p.kind == "activation" and p.name in params and params[p.name] != "linear":
+            words |= set(re.findall(r"[A-Za-z_]\w*", operator(params[p.name]).expression))
+    return bool(TRANSCENDENTAL & words)
 
 
 def constants(op):
@@ -57,34 +65,110 @@ def align(operand, x, dim):
     return operand.reshape(shape)
 
 
-def clamp(x, low, high):
+def clamp(x, min=None, max=None):
     """torch.clamp with the gradient that CONTRACT gives it, 1 at either bound. PyTorch 2.11 has the same, 2.14 has 0
     there: the operators do not follow the version of PyTorch. Can be differentiated any number of times."""
-    inside = (x >= low) & (x <= high)
-    return torch.where(inside, x, torch.clamp(x.detach(), low, high))
+    inside = torch.ones_like(x, dtype=torch.bool)
+    for bound, holds in ((min, torch.ge), (max, torch.le)):
+        if bound is not None:
+            inside = inside & holds(x, bound)
+    return torch.where(inside, x, torch.clamp(x.detach(), min, max))
 
 
-class Exact:
-    """torch.nn.functional, but for hardsigmoid: the derivative of PyTorch's holds 1/6 rounded to float32, also in
-    float64, and has no derivative itself."""
+class Instead:
+    """A module, but for what `replacements` define."""
 
-    @staticmethod
-    def hardsigmoid(x):
-        return F.hardtanh(x, -3.0, 3.0) / 6 + 0.5
+    def __init__(self, module, **replacements):
+        vars(self).update(replacements, module=module)
 
     def __getattr__(self, name):
-        return getattr(F, name)
+        return getattr(self.module, name)
 
 
-def evaluate(op, x, params, exact=False):
-    """The expression in eager PyTorch. `params`: keyword arguments of the operator, `dim` included. `exact`: with the
-    gradients of CONTRACT where PyTorch's own are inexact, missing or dependent on its version."""
+def hardsigmoid(x):
+    """The derivative of PyTorch's holds 1/6 rounded to float32, also in float64, and has no derivative itself."""
+    return F.hardtanh(x, -3.0, 3.0) / 6 + 0.5
+
+
+def gelu(x, approximate="none"):
+    """Without the cancellation of 1 + erf and 1 + tanh, which leaves no digit of PyTorch's float64 value at -8."""
+    if approximate == "none":
+        return x * (torch.special.erfc(-x / 2**0.5) / 2)
+    t = x.clamp(-100, 100)
+    return x * torch.sigmoid((8 / math.pi) ** 0.5 * (t + 0.044715 * t**3))
+
+
+def tanhshrink(x):
+    """By its series near 0, where x - tanh(x) cancels."""
+    y = x * x
+    return torch.where(x.abs() < 0.02, x * y * (1 / 3 - y * (2 / 15 - y * (17 / 315 - y * 62 / 2835))), x - x.tanh())
+
+
+def elu(x, alpha=1.0):
+    return torch.where(x > 0, x, alpha * torch.expm1(x))
+
+
+def celu(x, alpha=1.0):
+    return torch.where(x > 0, x, alpha * torch.expm1(x / alpha))
+
+
+def selu(x):
+    return 1.0507009873554804934193349852946 * elu(x, 1.6732632423543772848170429916717)
+
+
+# In place of torch.nn.functional: for values in float64, and for gradients.
+VALUES = Instead(F, gelu=gelu, tanhshrink=tanhshrink, elu=elu, celu=celu, selu=selu)
+GRADIENTS = Instead(F, hardsigmoid=hardsigmoid)
+
+TORCH = Instead(torch, clamp=clamp)  # with GRADIENTS
+
+# What a parameter that is None is in an expression: it changes nothing.
+NEUTRAL = {"gain": 1.0, "clamp": math.inf, "min": -math.inf, "max": math.inf, "alpha": None}
+
+
+@functools.cache
+def operator(name):
+    return next(op for op in fused_act.ops() if op.name == name)
+
+
+def namespace(functional):
+    exact = functional is GRADIENTS
+    return {
+        "torch": TORCH if exact else torch,
+        "F": functional,
+        "relu": torch.relu,
+        "clamp": clamp if exact else torch.clamp,
+        "activation": functools.partial(activation, functional),
+    }
+
+
+def activation(functional, name, x, alpha=None):
+    """The activation of that name: alpha is its first parameter, the others have their defaults, or 0."""
+    if name == "linear":
+        return x
+    op = operator(name)
+    values = [NEUTRAL[p.name] if p.optional else p.default or 0.0 for p in op.parameters]
+    if alpha is not None:
+        values[0] = alpha
+    names = {"x": x, **namespace(functional)}
+    names.update(zip([p.name for p in op.parameters], values))
+    statements, last = compiled(op.expression)
+    exec(statements, names)
+    return eval(last, names)
+
+
+def evaluate(op, x, params, functional=F):
+    """The expression in eager PyTorch. `params`: keyword arguments of the operator, `dim` included. `functional`: F,
+    VALUES or GRADIENTS: GRADIENTS has those of CONTRACT where PyTorch's own are inexact, missing or dependent on its
+    version."""
     params = dict(params)
-    dim = params.pop("dim", 1)
-    names = {"x": x, "torch": torch, "relu": torch.relu}
-    names.update({"F": Exact(), "clamp": clamp} if exact else {"F": F, "clamp": torch.clamp})
-    names.update({p.name: p.default for p in op.parameters if p.kind == "scalar"})
-    names.update({k: align(v, x, dim) if isinstance(v, torch.Tensor) else v for k, v in params.items()})
+    dim = params.pop("dim", op.dim)
+    names = {op.input: x, **namespace(functional)}
+    for p in op.parameters:
+        value = params.get(p.name, p.default)
+        if value is None and p.optional:
+            value = NEUTRAL.get(p.name, 0.0)
+        names[p.name] = align(value, x, dim) if isinstance(value, torch.Tensor) else value
     statements, last = compiled(op.expression)
     exec(statements, names)
     return eval(last, names)
@@ -99,7 +183,9 @@ def converted(op, params, compute, dtype, device):
     defaults = {p.name: p.default for p in op.parameters if p.kind == "scalar"}
     result = {}
     for name, value in {**defaults, **params}.items():
-        if isinstance(value, torch.Tensor):
+        if value is None or isinstance(value, str):
+            result[name] = value
+        elif isinstance(value, torch.Tensor):
             result[name] = value.detach().to(device=device, dtype=compute).to(dtype)
         else:
             result[name] = value if name == "dim" else rounded(value, compute)
@@ -114,17 +200,19 @@ def reference(op, x, params):
 
 def oracle(op, x, params):
     """The float64 value on the CPU, not yet rounded."""
-    return evaluate(op, x.detach().cpu().double(), converted(op, params, COMPUTE[x.dtype], torch.float64, "cpu"))
+    return evaluate(
+        op, x.detach().cpu().double(), converted(op, params, COMPUTE[x.dtype], torch.float64, "cpu"), VALUES
+    )
 
 
-def gradients(op, x, params, grad_output, double, exact=True):
+def gradients(op, x, params, grad_output, double, functional=GRADIENTS):
     """Autograd's gradients of the expression for x and each operand: in float64 on the CPU, or in the compute type."""
     compute = COMPUTE[x.dtype]
     dtype, device = (torch.float64, "cpu") if double else (compute, x.device)
     params = converted(op, params, compute, dtype, device)
     inputs = [x.detach().to(device=device, dtype=dtype, copy=True).requires_grad_()]
     inputs += [v.requires_grad_() for v in params.values() if isinstance(v, torch.Tensor)]
-    out = evaluate(op, inputs[0], params, exact)
+    out = evaluate(op, inputs[0], params, functional)
     return torch.autograd.grad(out, inputs, grad_output.detach().to(device=device, dtype=dtype))
 
 
@@ -136,7 +224,7 @@ def oracle_gradients(op, x, params, grad_output):
         one = {k: v.detach().reshape(-1)[:1] if isinstance(v, torch.Tensor) else v for k, v in params.items()}
         one.pop("dim", None)
         nan = torch.full((1,), float("nan"), dtype=x.dtype)
-        slope = gradients(op, nan, one, torch.ones(1), double=True, exact=False)[0]
+        slope = gradients(op, nan, one, torch.ones(1), double=True, functional=F)[0]
         grad_x[where] = (slope * grad_output.detach().cpu().double())[where] if slope != 0 else 0.0
     return (grad_x, *rest)
 
@@ -215,7 +303,7 @@ def assert_value(op, actual, x, params):
     actual = actual.detach()
     if x.dtype in (torch.float16, torch.bfloat16):
         assert_half_value(op, actual, x.detach(), params)
-    elif not transcendental(op):
+    elif not transcendental(op, params):
         assert_same(actual, reference(op, x, params), x=x.detach())
     else:
         exact, got = oracle(op, x, params), actual.cpu().double()

@@ -239,15 +239,6 @@ def test_inputs_are_left_alone(op, dtype, device):
         assert_same(t, b)
 
 
-def test_nothing_declares_a_mutation(op):
-    """There are no in-place variants yet; when there are, CONTRACT's rules for them need tests here."""
-    for name in (op.name, *op.derived):
-        schema = getattr(torch.ops.fused_act, name.removeprefix("fused_act::").split(".")[0]).default._schema
-        assert not schema.is_mutable
-        assert not any(r.alias_info for r in schema.returns)
-    assert not hasattr(torch.ops.fused_act, f"{op.name}_")
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Meta and fake kernels
 

@@ -24,7 +24,7 @@ def oracle_second_order(op, x, params, go, cotangents):
     x64 = x.detach().cpu().double().requires_grad_()
     go64 = go.detach().cpu().double().requires_grad_()
     c64 = [None if c is None else c.cpu().double() for c in cotangents]
-    return second_order(lambda x, p: oracle.evaluate(op, x, p, exact=True), x64, params, go64, c64)
+    return second_order(lambda x, p: oracle.evaluate(op, x, p, oracle.GRADIENTS), x64, params, go64, c64)
 
 
 def check_second_order(op, x, params, go, use=None):
@@ -139,7 +139,7 @@ def test_gradgradcheck(op, device, chosen_index):
 def curved(op, x, params):
     """Is the second derivative of the expression other than zero at some element of x?"""
     x = x.detach().double().requires_grad_()
-    slope = torch.autograd.grad(oracle.evaluate(op, x, params, exact=True).sum(), x, create_graph=True)[0]
+    slope = torch.autograd.grad(oracle.evaluate(op, x, params, oracle.GRADIENTS).sum(), x, create_graph=True)[0]
     if not slope.requires_grad:
         return False
     curvature = torch.autograd.grad(slope.sum(), x, allow_unused=True)[0]

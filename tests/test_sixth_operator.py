@@ -13,8 +13,8 @@ import pytest
 LIST = Path("src", "kernels", "operators.h")
 NAME = "shift_hardswish_scale"
 LINE = (
-    f'OPERATOR({NAME}, "Tensor shift, float scale=2", '
-    '"y = x + shift; (y * clamp((y + 3) / 6, 0, 1)) * scale", Add, HardswishWritten, Mul)'
+    f'OPERATOR({NAME}, "Tensor x, Tensor shift, float scale=2, int dim=1", '
+    '"y = x + shift; (y * clamp((y + 3) / 6, 0, 1)) * scale", "a test", Add, HardswishWritten, Mul)'
 )
 
 pytestmark = pytest.mark.slow
@@ -69,7 +69,7 @@ def site(tmp_path_factory):
 
 
 def python(site, *arguments, cwd):
-    env = {**os.environ, "PYTHONPATH": str(site)}
+    env = {**os.environ, "PYTHONPATH": str(site), "FUSED_ACT_TEST_OPERATOR": NAME}
     return subprocess.run([sys.executable, *arguments], cwd=cwd, env=env, capture_output=True, text=True, timeout=1500)
 
 

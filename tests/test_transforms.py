@@ -25,7 +25,7 @@ def smooth(op, shape=(4, 3), dtype=torch.float64, device="cpu"):
         return call(op, x, {**params, **dict(zip(names, operands))})
 
     def eager(x, *operands):
-        return oracle.evaluate(op, x, {**params, **dict(zip(names, operands))}, exact=True)
+        return oracle.evaluate(op, x, {**params, **dict(zip(names, operands))}, oracle.GRADIENTS)
 
     return (x, *(params[n] for n in names)), fused, eager
 
