@@ -460,6 +460,10 @@ void check_given(const Operator& op, const std::string& name, const at::Tensor& 
   TORCH_CHECK_TYPE(t.defined(), op.label(), ": ", name, " is None, but must be a tensor");
 }
 
+std::string direction_name(const Operator& op, Mode mode, int k) {
+  return mode == Mode::jvp ? op.operand_name(k) + "_tangent" : "grad_grad_" + op.operand_name(k);
+}
+
 void check_tensors(const Operator& op, Mode mode, const Arguments& a) {
   const char* x_name = op.input.c_str();
   if (has_operand_gradients(mode)) check_given(op, "grad_output", a.g);
@@ -472,6 +476,17 @@ void check_tensors(const Operator& op, Mode mode, const Arguments& a) {
     TORCH_CHECK_VALUE(a.x.dim() > 0, op.label(), ": ", x_name, " has no dimension, but its last one is split in two");
     TORCH_CHECK_VALUE(a.x.sym_size(-1) % 2 == 0, op.label(), ": ", x_name, " has shape ", a.x.sym_sizes(),
                       ", whose last dimension cannot be split in two");
+  }
+  // Before any device is made current: x may be on the CPU, and the operand that brought the call here on a GPU.
+  const auto check_operand = [&](const std::string& name, const at::Tensor& t) {
+    if (!t.defined()) return;
+    check_dtype(op, name.c_str(), t);
+    TORCH_CHECK(t.device() == a.x.device() || is_host_scalar(a.x, t), op.label(), ": ", name, " is on ", t.device(),
+                ", but ", op.input, " is on ", a.x.device());
+  };
+  for (int k = 0; k < op.operands; ++k) {
+    check_operand(op.operand_name(k), a.operand[k]);
+    if (a.v[k].defined()) check_operand(direction_name(op, mode, k), a.v[k]);
   }
   const bool jvp = mode == Mode::jvp;
   const auto like = [&](const std::string& name, const at::Tensor& t, bool like_result) {
@@ -500,9 +515,6 @@ struct Placement {
 };
 
 Placement place(const Operator& op, const Arguments& a, const std::string& name, const at::Tensor& t) {
-  check_dtype(op, name.c_str(), t);
-  TORCH_CHECK(t.device() == a.x.device() || is_host_scalar(a.x, t), op.label(), ": ", name, " is on ", t.device(),
-              ", but ", op.input, " is on ", a.x.device());
   const int64_t dims = a.x.dim();
   Placement p;
   if (t.dim() == 1 && dims >= 1 && TORCH_GUARD_OR_FALSE(t.sym_size(0).sym_eq(1))) {
@@ -522,10 +534,6 @@ Placement place(const Operator& op, const Arguments& a, const std::string& name,
                       " of shape ", a.x.sym_sizes(), " without enlarging it");
   }
   return p;
-}
-
-std::string direction_name(const Operator& op, Mode mode, int k) {
-  return mode == Mode::jvp ? op.operand_name(k) + "_tangent" : "grad_grad_" + op.operand_name(k);
 }
 
 // torch.empty_like(t) on `device`. Without the dispatcher's round trips where t is dense (1 us of a call's 5), and with

@@ -1,6 +1,6 @@
 """Every CUDA kernel once, in every mode and dtype, against the CPU kernels: short enough for compute-sanitizer.
 
-compute-sanitizer --tool memcheck python -m pytest tests/test_every_kernel.py      (also racecheck, initcheck)
+    compute-sanitizer --tool memcheck python -m pytest tests/test_every_kernel.py      (also racecheck, initcheck)
 """
 
 import cases

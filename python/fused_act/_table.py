@@ -48,7 +48,7 @@ class Operator:
         input: the name of its first tensor, whose dtype the result has and, unless it is packed, whose shape.
         parameters: the others, without ``dim``, which exists exactly when there is an operand.
         dim: the default of ``dim``.
-        packing: how the last dimension of the first tensor holds two tensors: ``"halves"``, ``"pairs"`` or not (``""``).
+        packing: how the last dimension of the first tensor has two tensors: ``"halves"``, ``"pairs"`` or ``""``.
         expression: the PyTorch statements, separated by ``;``, whose last one is the value. Operands stand in it
             shaped so that they broadcast, ``relu`` and ``clamp`` are torch's, ``activation(name, x, alpha)`` is the
             activation of that name. What is None is left out.

@@ -8,8 +8,8 @@ HEADER = """\
 Written by `python -m fused_act operators` from the table of the library. Every operator exists as
 `torch.ops.fused_act.NAME`, as `fused_act.functional.NAME`, as `fused_act._C.NAME` and as a module in `fused_act.nn`;
 those with "yes" have a variant `NAME_` that overwrites its first tensor. What is None is left out.
-`activation(act, x, alpha)` is the activation of that name, of which alpha is the first parameter; the names are `linear`
-and those of all operators with "yes" in the last column. No gain is applied unless one is given.
+`activation(act, x, alpha)` is the activation of that name, of which alpha is the first parameter; the names are
+`linear` and those of all operators with "yes" in the last column. No gain is applied unless one is given.
 
 | operator | equals | gradient at kinks and ties | comes from, replaces | module | in place | activation |
 | --- | --- | --- | --- | --- | --- | --- |
