@@ -167,8 +167,8 @@ def run_bandwidth(section: str, args: argparse.Namespace, device: torch.device, 
     clock = Clock(device, args.repeats)
     goals = GOALS if device.type == "cuda" else {}
     to_compile = operators if args.compile else ()
-    # Every row is one more function made at one place; Dynamo of 2.11 counts those as recompilations of one function, and
-    # after eight runs them eagerly with no more than a warning.
+    # Every row is one more function made at one place: Dynamo of 2.11 takes them for recompilations of one, and after
+    # eight runs them eagerly with no more than a warning.
     torch._dynamo.config.recompile_limit = 10_000
     compiled = {operator.name: torch.compile(written_out(operator), dynamic=False) for operator in to_compile}
     rows = []
