@@ -329,10 +329,9 @@ def test_compile_and_opcheck(any_op, device):
     leaves = small(op, device, torch.float32)
     f = as_function(op, kind, getattr(functional, op.name))
     compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
-    for t, u in zip(
-        torch.autograd.grad(compiled(*leaves).sum(), leaves), torch.autograd.grad(f(*leaves).sum(), leaves)
-    ):
-        assert_same(t, u)
+    # The incoming gradient is expanded in one and dense in the other, and sums take another order.
+    for t, u in zip(*(torch.autograd.grad(function(*leaves).sum(), leaves) for function in (compiled, f))):
+        torch.testing.assert_close(t, u, rtol=1e-6, atol=1e-6)
     arguments = {**dict(zip(op.operands, leaves[1:])), **scalars_of(op), **kind}
     torch.library.opcheck(getattr(torch.ops.fused_act, op.name).default, (leaves[0],), arguments)
     if op.in_place:

@@ -10,6 +10,7 @@ import cases
 import pytest
 import torch
 from cases import LAYOUTS, call, derived, tracked
+from conftest import DEEP_OPS
 from oracle import assert_same
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -110,7 +111,7 @@ class EveryOperator(torch.nn.Module):
         super().__init__()
         self.convolution = torch.nn.Conv2d(channels, channels, 3, padding=1)
         self.activations = torch.nn.ModuleList()
-        for op in fused_act.ops():
+        for op in DEEP_OPS:
             arguments = dict(cases.some_scalars(op))
             if cases.operands(op):
                 arguments["num_features"] = channels
