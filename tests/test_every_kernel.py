@@ -7,6 +7,8 @@ import cases
 import pytest
 import torch
 
+from fused_act import ops
+
 pytestmark = cases.needs_cuda
 
 # Name of the kernel that the case reaches: (shape, shape of the operands or None for one per channel, layout of x).
@@ -51,17 +53,19 @@ def results(op, dtype, device, shape, operand_shape, layout):
     def make(size):
         return torch.randint(-64, 65, size, generator=g).div(16).to(dtype).to(device)
 
-    x, go, tangent = (arrange(make(shape), layout) for _ in range(3))
-    scalars = {p.name: 0.5 for p in op.parameters if p.kind == "scalar"}
-    sizes = {p.name: operand_shape or (shape[1],) for p in op.parameters if p.kind == "operand"}
+    packed = (*shape[:-1], 2 * shape[-1]) if op.packing else shape
+    x, tangent, go = (arrange(make(size), layout) for size in (packed, packed, shape))
+    parameters = {p.name: None if p.name == "alpha" else 0.5 for p in op.parameters if p.kind == "scalar"}
+    parameters |= {p.name: "silu" for p in op.parameters if p.kind == "activation"}
+    sizes = {p.name: shape if p.is_input else operand_shape or (shape[1],) for p in op.parameters if p.kind == "operand"}
     operands, directions = ({n: make(size) for n, size in sizes.items()} for _ in range(2))
-    arguments = {"x": x, **scalars, **operands, **({"dim": 1} if operands else {})}
+    arguments = {op.input: x, **parameters, **operands, **({"dim": 1} if operands else {})}
     mask = {"output_mask": [True] * (1 + len(operands))} if operands else {}
     ops = torch.ops.fused_act
     out = [getattr(ops, op.name)(**arguments)]
     out.append(
         getattr(ops, f"{op.name}_jvp")(
-            **arguments, x_tangent=tangent, **{f"{n}_tangent": v for n, v in directions.items()}
+            **arguments, **{f"{op.input}_tangent": tangent}, **{f"{n}_tangent": v for n, v in directions.items()}
         )
     )
     back = getattr(ops, f"{op.name}_backward")(go, **arguments, **mask)
@@ -69,15 +73,29 @@ def results(op, dtype, device, shape, operand_shape, layout):
     out += getattr(ops, f"{op.name}_double_backward")(
         go,
         **arguments,
-        grad_grad_x=tangent,
+        **{f"grad_grad_{op.input}": tangent},
         **{f"grad_grad_{n}": v for n, v in directions.items()},
         output_mask=[True] * (2 + len(operands)),
     )
     return out
 
 
+# Beside the compiled chains that conftest's `op` runs through: those that are Programs, with each kind of operand.
+PROGRAMS = [op for op in ops() if op.name in ("bias_act", "scale_shift_act", "act_add", "gated", "silu_and_mul")]
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_every_kernel(op, dtype, case):
+    compare_devices(op, dtype, case)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda op: op.name)
+def test_every_kernel_of_programs(program, dtype, case):
+    compare_devices(program, dtype, case)
+
+
+def compare_devices(op, dtype, case):
     on_gpu = results(op, dtype, "cuda", *CASES[case])
     on_cpu = results(op, dtype, "cpu", *CASES[case])
     terms = max(1, torch.Size(CASES[case][0]).numel())

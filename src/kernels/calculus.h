@@ -40,6 +40,7 @@ struct Outputs {
 //   N direction(int k)
 //   bool moves(int k)                      is there a v? An absent one is an inactive tangent, not a zero
 //   void gradient(int k, const N& value)   takes the gradient of operand k: once, or once for each use of it
+//   memory<M>()                            memory (program.h) for numbers of type M
 template <Mode mode, class Op, class N, class Io>
 FUSED_ACT_FN Outputs<N> evaluate(const Op& op, const Scalar<compute_t<N>>* scalars, const N& x, const N& g, const N& u,
                                  bool has_u, Io& io) {
@@ -56,22 +57,25 @@ FUSED_ACT_FN Outputs<N> evaluate(const Op& op, const Scalar<compute_t<N>>* scala
     return d;
   };
   if constexpr (mode == Mode::forward) {
-    out.full[0] = op.apply(x, plain, scalars);
+    auto memory = io.template memory<N>();
+    out.full[0] = op.apply(x, plain, scalars, memory);
   } else if constexpr (mode == Mode::backward) {
     const auto times_g = [&](const Cotangent<N>& c) { return select(c.active, mul(g, c.value), constant<N>(0)); };
     const auto give = [&](int k, const Cotangent<N>& c) { io.gradient(k, times_g(c)); };
-    out.full[0] = times_g(op.sweep(x, plain, give, scalars).cotangent);
+    auto memory = io.template memory<N>();
+    out.full[0] = times_g(op.sweep(x, plain, give, scalars, memory).cotangent);
   } else {
     const Direction dx{x, {u}, {A::mask(has_u)}};
+    auto memory = io.template memory<Direction>();
     if constexpr (mode == Mode::jvp) {
-      out.full[0] = tangent_or_zero(op.apply(dx, moving, scalars), 0);
+      out.full[0] = tangent_or_zero(op.apply(dx, moving, scalars, memory), 0);
     } else {
       // The tangent of a derivative that is itself inactive is inactive too.
       const auto curvature = [&](const Cotangent<Direction>& c) {
         return select(A::both(c.active, c.value.active[0]), mul(g, c.value.tangent[0]), constant<N>(0));
       };
       const auto give = [&](int k, const Cotangent<Direction>& c) { io.gradient(k, curvature(c)); };
-      const Swept<Direction> y = op.sweep(dx, moving, give, scalars);
+      const Swept<Direction> y = op.sweep(dx, moving, give, scalars, memory);
       out.full[0] = tangent_or_zero(y.value, 0);
       out.full[1] = curvature(y.cotangent);
     }

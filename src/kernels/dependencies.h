@@ -24,10 +24,15 @@ struct Io {
   Trace direction(int k) const { return {input::v(k), false}; }
   bool moves(int) const { return true; }
   void gradient(int k, const Trace& t) { found.operand[k] |= t.inputs; }
+  template <class N>
+  LocalMemory<N> memory() const {
+    return {};
+  }
 };
 
 template <Mode mode>
-Dependencies dependencies(const Program& program) {
+Dependencies dependencies(Program program) {
+  program.assign_tape();
   Dependencies d;
   Io io{d};
   Scalar<float> scalars[kMaxScalars];

@@ -263,7 +263,7 @@ FUSED_ACT_FN N product_low(const N& x, const Split<compute_t<N>>& c, const N& t)
 template <class N>
 FUSED_ACT_FN N sigmoid_slope(const N& x) {
   const N e = decay(x), d = shift(e, compute_t<N>(1));
-  return quotient(e, mul(d, d));
+  return ratio(e, mul(d, d));
 }
 
 // 1 / (1 + e^-x). Both branches are quotients of positive sums, so nothing cancels or overflows.
@@ -273,7 +273,7 @@ FUSED_ACT_FN N sigmoid(const N& x) {
     return smooth(x, sigmoid(x.value), sigmoid_slope(x.value));
   } else {
     const N e = decay(x);
-    return quotient(select(below(x, 0), e, constant<N>(1)), shift(e, compute_t<N>(1)));
+    return ratio(select(below(x, 0), e, constant<N>(1)), shift(e, compute_t<N>(1)));
   }
 }
 
@@ -287,7 +287,7 @@ FUSED_ACT_FN N sigmoid_of_sum(const N& t, const N& low) {
   const N one = constant<N>(1), e = decay(t), change = select(falls, low, negative(low));
   const N d = add(one, e), d_low = A::fma(e, change, sub(e, sub(d, one)));
   const N corrected = A::fma(e, sub(change, mul(d_low, A::fma(e, constant<N>(C(-0.5)), one))), e);
-  return quotient(select(falls, corrected, one), d);
+  return ratio(select(falls, corrected, one), d);
 }
 
 // sigmoid(c x).
@@ -302,13 +302,30 @@ FUSED_ACT_FN N sigmoid_scaled(const N& x, const Split<compute_t<N>>& c) {
   }
 }
 
+// log(1 + e) for a real e in [0, 1]: in float32 e - e^2 h(e), where a polynomial for h is within 6e-9 of the result. That
+// is half the instructions of the library's log1p, which has to serve every number.
+template <class N>
+FUSED_ACT_FN N log1p_of_decay(const N& e) {
+  using A = Arithmetic<N>;
+  if constexpr (std::is_same_v<compute_t<N>, float>) {
+    constexpr float coefficients[] = {-0.02020457200706005f, 0.0576644204556942f,  -0.10680553317070007f,
+                                      0.15355394780635834f,  -0.19695399701595306f, 0.24958586692810059f,
+                                      -0.33330512046813965f, 0.4999993145465851f};
+    N h = constant<N>(0.003318469738587737f);
+    for (float c : coefficients) h = A::fma(h, e, constant<N>(c));
+    return A::fma(negative(mul(e, e)), h, e);
+  } else {
+    return A::log1p(e);
+  }
+}
+
 // log(sigmoid(x)).
 template <class N>
 FUSED_ACT_FN N logsigmoid(const N& x) {
   if constexpr (is_dual<N>::value) {
     return smooth(x, logsigmoid(x.value), sigmoid(negative(x.value)));
   } else {
-    return sub(select(below(x, 0), x, constant<N>(0)), Arithmetic<N>::log1p(decay(x)));
+    return sub(select(below(x, 0), x, constant<N>(0)), log1p_of_decay(decay(x)));
   }
 }
 
@@ -333,7 +350,7 @@ FUSED_ACT_FN N softplus(const N& x, compute_t<N> beta, compute_t<N> limit) {
     const auto falls = below(t, 0);
     N e = decay(t);
     e = A::fma(e, select(falls, low, negative(low)), e);
-    const N rest = A::log1p(e);
+    const N rest = log1p_of_decay(e);
     const N sum = select(falls, rest, add(t, add(low, rest)));
     return select(above(t, limit > C(40) ? C(40) : limit), x, quotient(sum, constant<N>(beta)));
   }
@@ -399,7 +416,7 @@ FUSED_ACT_FN N tanhshrink(const N& x) {
       for (int i = 1; i < 5; ++i) a = A::fma(y, a, constant<N>(p[i]));
       for (int i = 1; i < 6; ++i) b = A::fma(y, b, constant<N>(q[i]));
     }
-    const N near = mul(x, quotient(mul(y, a), b));
+    const N near = mul(x, ratio(mul(y, a), b));
     return select(below(absolute(x), std::is_same_v<C, float> ? C(2) : C(1.5)), near, sub(x, A::tanh(x)));
   }
 }
@@ -429,7 +446,7 @@ FUSED_ACT_FN N normal_tail(const N& distance) {
     const N a = select(above(distance, 15), c(15), distance);
     const N square = mul(a, a), square_low = A::fma(a, a, negative(square));
     const N d = A::fma(a, c(0.4375), c(1)), d_low = A::fma(a, c(0.4375), sub(c(1), d));
-    const N r = quotient(c(1), d), r_low = sub(A::fma(negative(r), d, c(1)), mul(r, d_low));
+    const N r = ratio(c(1), d), r_low = sub(A::fma(negative(r), d, c(1)), mul(r, d_low));
     const N product = mul(a, r), v = add(product, A::fma(product, r_low, A::fma(a, r, negative(product))));
     N s = c(-9.752828191267326e-06);
     constexpr double coefficients[] = {
@@ -501,7 +518,7 @@ FUSED_ACT_FN N mish_slope(const N& x) {
   const auto falls = below(base(x), 0);
   const N e = decay(x), square = mul(e, e);
   const N d = add(select(falls, shift(square, C(2)), shift(scale(square, C(2)), C(1))), scale(e, C(2)));
-  return quotient(mul(scale(select(falls, e, square), C(4)), shift(e, C(1))), mul(d, d));
+  return ratio(mul(scale(select(falls, e, square), C(4)), shift(e, C(1))), mul(d, d));
 }
 template <class N>
 FUSED_ACT_FN N mish_gate(const N& x) {
@@ -513,7 +530,7 @@ FUSED_ACT_FN N mish_gate(const N& x) {
     const auto falls = below(x, 0);
     const N e = decay(x), twice = scale(e, C(2));
     const N n = select(falls, A::fma(e, e, twice), shift(twice, C(1)));
-    return quotient(n, select(falls, shift(n, C(2)), A::fma(twice, e, n)));
+    return ratio(n, select(falls, shift(n, C(2)), A::fma(twice, e, n)));
   }
 }
 

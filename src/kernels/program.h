@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 #include <type_traits>
 
 #include "steps.h"
@@ -32,11 +33,19 @@ constexpr Code code_of = Code::load;  // of what is not in the list
 FUSED_ACT_STEPS(FUSED_ACT_CODE)
 #undef FUSED_ACT_CODE
 
-struct Instruction {
-  static constexpr uint8_t kNoSource = 255;
+struct alignas(4) Instruction {
+  static constexpr uint8_t kNoSource = 255, kNoTape = 255;
   Code code;
   uint8_t source = kNoSource;  // operand k, or kMaxOperands + slot
   uint8_t scalar = 0;          // place of the step's first scalar
+  uint8_t tape = kNoTape;      // entry of the step's slope; that of its operand follows
+
+  // A copy, loaded in one go: a GPU would load each byte when it needs it.
+  FUSED_ACT_FN Instruction fetch() const {
+    uint32_t word;
+    memcpy(&word, this, sizeof word);
+    return {Code(word & 255), uint8_t(word >> 8), uint8_t(word >> 16), uint8_t(word >> 24)};
+  }
 };
 
 constexpr int count_parameters(const char* s, char kind) { return *s ? (*s == kind) + count_parameters(s + 1, kind) : 0; }
@@ -87,8 +96,40 @@ struct Swept {
 // derivative with respect to it. Backward is the chain rule from the last step to the first, in the same order of
 // operations in both forms, so that a gradient does not depend on which of them a layout needs.
 //
-//   N apply(N x, source, scalars)
-//   Swept<N> sweep(N x, source, give, scalars)
+//   N apply(N x, source, scalars, memory)
+//   Swept<N> sweep(N x, source, give, scalars, memory)
+//
+// A Program keeps what it needs later in `memory`, at places that are known at run time only:
+//
+//   N slot(int k), void save(int k, N)                               saved values,
+//   Cotangent<N> cotangent(int k), void save(int k, Cotangent<N>)    on the way back their cotangents
+//   void record(int n, int entry, int which, N, mask_t<N>)           the tape: slope `which` (0: of x, 1: of the operand)
+//   Cotangent<N> recorded(int n, int entry, int which)               of step n, whose entry on a dense tape is `entry`
+
+// Memory for T that is not initialised: of 48 slopes a program of n steps touches the first 2 n.
+template <class T, int n>
+struct Uninitialised {
+  alignas(T) unsigned char bytes[n * sizeof(T)];
+  FUSED_ACT_FN T& operator[](int i) { return reinterpret_cast<T*>(bytes)[i]; }
+};
+
+template <class N>
+class LocalMemory {
+ public:
+  FUSED_ACT_FN N slot(int k) { return slot_[k]; }
+  FUSED_ACT_FN void save(int k, const N& x) { slot_[k] = x; }
+  FUSED_ACT_FN Cotangent<N> cotangent(int k) { return cotangent_[k]; }
+  FUSED_ACT_FN void save(int k, const Cotangent<N>& c) { cotangent_[k] = c; }
+  FUSED_ACT_FN void record(int n, int, int which, const N& slope, const mask_t<N>& active) {
+    tape_[2 * n + which] = {slope, active};
+  }
+  FUSED_ACT_FN Cotangent<N> recorded(int n, int, int which) { return tape_[2 * n + which]; }
+
+ private:
+  Uninitialised<N, kMaxSlots> slot_;
+  Uninitialised<Cotangent<N>, kMaxSlots> cotangent_;
+  Uninitialised<Cotangent<N>, 2 * kMaxSteps> tape_;
+};
 
 template <class...>
 struct Types {};
@@ -96,11 +137,12 @@ struct Types {};
 template <class... Steps>
 struct Chain {
   static constexpr bool kDynamic = false;
+  static constexpr bool kHeavy = (Steps::heavy || ...);
   static constexpr int kScalars = (kTakes<Steps, 'f'> + ... + 0);
   static constexpr int kOperands = (kTakes<Steps, 'T'> + ... + 0);
 
-  template <class N, class Source>
-  FUSED_ACT_FN N apply(N x, const Source& source, const Scalar<compute_t<N>>* scalars) const {
+  template <class N, class Source, class Memory>
+  FUSED_ACT_FN N apply(N x, const Source& source, const Scalar<compute_t<N>>* scalars, Memory&) const {
     int k = 0;
     const auto step = [&](auto* type) {
       using Step = std::remove_pointer_t<decltype(type)>;
@@ -113,9 +155,9 @@ struct Chain {
     return x;
   }
 
-  template <class N, class Source, class Give>
-  FUSED_ACT_FN Swept<N> sweep(const N& x, const Source& source, const Give& give,
-                              const Scalar<compute_t<N>>* scalars) const {
+  template <class N, class Source, class Give, class Memory>
+  FUSED_ACT_FN Swept<N> sweep(const N& x, const Source& source, const Give& give, const Scalar<compute_t<N>>* scalars,
+                              Memory&) const {
     return sweep_from<0>(Types<Steps...>{}, x, source, give, scalars);
   }
 
@@ -138,6 +180,16 @@ struct Chain {
   }
 };
 
+// What a Program knows of a step at run time.
+struct StepKind {
+  bool takes_operand, unit_slope;
+};
+constexpr StepKind kStepKinds[] = {
+#define FUSED_ACT_KIND(STEP) {kTakes<STEP, 'T'> > 0, STEP::unit_slope},
+    FUSED_ACT_STEPS(FUSED_ACT_KIND)
+#undef FUSED_ACT_KIND
+};
+
 struct Program {
   static constexpr bool kDynamic = true;
   static constexpr int kScalars = kMaxScalars;
@@ -146,92 +198,98 @@ struct Program {
   int length = 0, slots = 0;
   Instruction instruction[kMaxSteps];
 
-  template <class N, class Source>
-  FUSED_ACT_FN N apply(N x, const Source& source, const Scalar<compute_t<N>>* scalars) const {
-    N slot[kMaxSlots];
+  // Gives the steps whose slope has to be kept their entries of a tape; returns how many there are.
+  int assign_tape() {
+    int entries = 0;
     for (int n = 0; n < length; ++n) {
-      const Instruction i = instruction[n];
-      N operand = x;
-      if (reads(i)) operand = i.source < kMaxOperands ? source(i.source) : slot[i.source - kMaxOperands];
+      Instruction& i = instruction[n];
+      i.tape = Instruction::kNoTape;
+      if (i.code >= Code::save) continue;
+      const StepKind kind = kStepKinds[int(i.code)];
+      if (kind.unit_slope) continue;
+      i.tape = static_cast<uint8_t>(entries);
+      entries += 1 + kind.takes_operand;
+    }
+    return entries;
+  }
+
+  template <class N, class Source, class Memory>
+  FUSED_ACT_FN N apply(N x, const Source& source, const Scalar<compute_t<N>>* scalars, Memory& memory) const {
+    for (int n = 0; n < length; ++n) {
+      const Instruction i = instruction[n].fetch();
       const Scalar<compute_t<N>>* s = scalars + i.scalar;
       switch (i.code) {
-#define FUSED_ACT_CASE(STEP)                           \
-  case Code::STEP:                                     \
-    x = STEP::template apply<N>(x, &operand, s);       \
-    break;
+#define FUSED_ACT_CASE(STEP)                                                   \
+  case Code::STEP: {                                                           \
+    const N operand = read<kTakes<STEP, 'T'> != 0>(i, x, source, memory);      \
+    x = STEP::template apply<N>(x, &operand, s);                               \
+    break;                                                                     \
+  }
         FUSED_ACT_STEPS(FUSED_ACT_CASE)
 #undef FUSED_ACT_CASE
         case Code::save:
-          slot[i.source - kMaxOperands] = x;
+          memory.save(i.source - kMaxOperands, x);
           break;
         case Code::load:
-          x = operand;
+          x = read<true>(i, x, source, memory);
           break;
       }
     }
     return x;
   }
 
-  template <class N, class Source, class Give>
-  FUSED_ACT_FN Swept<N> sweep(N x, const Source& source, const Give& give, const Scalar<compute_t<N>>* scalars) const {
-    // Indexed at run time, so on a GPU these lie in local memory: a program of n steps touches the first n.
-    struct Slope {
-      N tangent[2];
-      mask_t<N> active[2];
-    };
-    Slope slope[kMaxSteps];
-    N slot[kMaxSlots];
+  // Needs assign_tape.
+  template <class N, class Source, class Give, class Memory>
+  FUSED_ACT_FN Swept<N> sweep(N x, const Source& source, const Give& give, const Scalar<compute_t<N>>* scalars,
+                              Memory& memory) const {
     for (int n = 0; n < length; ++n) {
-      const Instruction i = instruction[n];
-      N operand = x;
-      if (reads(i)) operand = i.source < kMaxOperands ? source(i.source) : slot[i.source - kMaxOperands];
+      const Instruction i = instruction[n].fetch();
       const Scalar<compute_t<N>>* s = scalars + i.scalar;
-      const auto step = [&](const auto& d) {
-        x = d.value;
-        slope[n].tangent[0] = d.tangent[0];
-        slope[n].active[0] = d.active[0];
-        if constexpr (sizeof(d.active) > sizeof(d.active[0])) {
-          slope[n].tangent[1] = d.tangent[1];
-          slope[n].active[1] = d.active[1];
-        }
-      };
       switch (i.code) {
-#define FUSED_ACT_CASE(STEP)                     \
-  case Code::STEP:                               \
-    step(linearize<STEP, N>(x, operand, s));     \
-    break;
+#define FUSED_ACT_CASE(STEP)                                                   \
+  case Code::STEP: {                                                           \
+    const N operand = read<kTakes<STEP, 'T'> != 0>(i, x, source, memory);      \
+    x = linear_part<STEP>(x, operand, s, n, i, memory);                        \
+    break;                                                                     \
+  }
         FUSED_ACT_STEPS(FUSED_ACT_CASE)
 #undef FUSED_ACT_CASE
         case Code::save:
-          slot[i.source - kMaxOperands] = x;
+          memory.save(i.source - kMaxOperands, x);
           break;
         case Code::load:
-          x = operand;
+          x = read<true>(i, x, source, memory);
           break;
       }
     }
     const N value = x;
-    Cotangent<N> cotangent = Cotangent<N>::one(), of_slot[kMaxSlots];
-    for (int k = 0; k < slots; ++k) of_slot[k] = Cotangent<N>::none();
+    Cotangent<N> cotangent = Cotangent<N>::one();
+    for (int k = 0; k < slots; ++k) memory.save(k, Cotangent<N>::none());
     for (int n = length - 1; n >= 0; --n) {
-      const Instruction i = instruction[n];
+      const Instruction i = instruction[n].fetch();
       const auto give_source = [&](const Cotangent<N>& c) {
         if (i.source < kMaxOperands) {
           give(i.source, c);
         } else {
-          Cotangent<N>& to = of_slot[i.source - kMaxOperands];
-          accumulate(to.value, to.active, c.value, c.active);
+          memory.save(i.source - kMaxOperands, sum(memory.cotangent(i.source - kMaxOperands), c));
         }
       };
       if (i.code == Code::save) {
-        const Cotangent<N>& from = of_slot[i.source - kMaxOperands];
-        accumulate(cotangent.value, cotangent.active, from.value, from.active);
+        const int k = i.source - kMaxOperands;
+        cotangent = sum(cotangent, memory.cotangent(k));
+        memory.save(k, Cotangent<N>::none());  // what was in the slot before is another value
       } else if (i.code == Code::load) {
         give_source(cotangent);
         cotangent = Cotangent<N>::none();
+      } else if (i.tape == Instruction::kNoTape) {
+        if (reads(i)) give_source(cotangent);
       } else {
-        if (reads(i)) give_source(cotangent.through(slope[n].tangent[1], slope[n].active[1]));
-        cotangent = cotangent.through(slope[n].tangent[0], slope[n].active[0]);
+        if (reads(i)) {
+          const Cotangent<N> slope = memory.recorded(n, i.tape, 1);
+          give_source(cotangent.through(slope.value, slope.active));
+        }
+        const Cotangent<N> slope = memory.recorded(n, i.tape, 0);
+        cotangent = cotangent.through(slope.value, slope.active);
       }
     }
     return {value, cotangent};
@@ -240,6 +298,29 @@ struct Program {
  private:
   FUSED_ACT_FN static bool reads(const Instruction& i) {
     return i.source != Instruction::kNoSource && i.code != Code::save;
+  }
+  // The operand of a step that takes one; else any number.
+  template <bool takes, class N, class Source, class Memory>
+  FUSED_ACT_FN static N read(const Instruction& i, const N& x, const Source& source, Memory& memory) {
+    if constexpr (!takes) return x;
+    return i.source < kMaxOperands ? source(i.source) : memory.slot(i.source - kMaxOperands);
+  }
+  template <class Step, class N, class Memory>
+  FUSED_ACT_FN static N linear_part(const N& x, const N& operand, const Scalar<compute_t<N>>* s, int n,
+                                    const Instruction& i, Memory& memory) {
+    if constexpr (Step::unit_slope) {
+      return Step::template apply<N>(x, &operand, s);
+    } else {
+      const auto d = linearize<Step, N>(x, operand, s);
+      memory.record(n, i.tape, 0, d.tangent[0], d.active[0]);
+      if constexpr (kTakes<Step, 'T'> > 0) memory.record(n, i.tape, 1, d.tangent[1], d.active[1]);
+      return d.value;
+    }
+  }
+  template <class N>
+  FUSED_ACT_FN static Cotangent<N> sum(Cotangent<N> a, const Cotangent<N>& b) {
+    accumulate(a.value, a.active, b.value, b.active);
+    return a;
   }
 };
 

@@ -14,10 +14,18 @@ struct Step {
   // every x of the output's dtype, at kinks and NaN too, and whichever dtype y was rounded to. (For an x that has more
   // digits than y, such as an earlier step's result, y may have been rounded onto a kink.)
   FUSED_ACT_FN static bool derivative_from_output(const double*) { return false; }
+  // Whether it takes many registers: the transcendental functions.
+  static constexpr bool heavy = false;
+  // Whether the derivatives, that of the operand too, are 1 everywhere: a Program then keeps no slopes.
+  static constexpr bool unit_slope = false;
   // What a scalar is where None is given for it; null: the step is then left out.
   static constexpr const double* absent = nullptr;
   // What is wrong with the scalars, or null.
   static const char* wrong(const double*) { return nullptr; }
+};
+
+struct HeavyStep : Step {
+  static constexpr bool heavy = true;
 };
 
 // Whether no dtype rounds c: 8 significant bits, bfloat16's, and float16's range. Rounded towards 0, a bound's output
@@ -201,35 +209,35 @@ struct Softsign : Step {
   }
 };
 
-struct Sigmoid : Step {
+struct Sigmoid : HeavyStep {
   template <class N>
   FUSED_ACT_FN static N apply(const N& x, const N*, const Scalar<compute_t<N>>*) {
     return sigmoid(x);
   }
 };
 
-struct Logsigmoid : Step {
+struct Logsigmoid : HeavyStep {
   template <class N>
   FUSED_ACT_FN static N apply(const N& x, const N*, const Scalar<compute_t<N>>*) {
     return logsigmoid(x);
   }
 };
 
-struct Tanh : Step {
+struct Tanh : HeavyStep {
   template <class N>
   FUSED_ACT_FN static N apply(const N& x, const N*, const Scalar<compute_t<N>>*) {
     return tanh_(x);
   }
 };
 
-struct Tanhshrink : Step {
+struct Tanhshrink : HeavyStep {
   template <class N>
   FUSED_ACT_FN static N apply(const N& x, const N*, const Scalar<compute_t<N>>*) {
     return tanhshrink(x);
   }
 };
 
-struct Softplus : Step {
+struct Softplus : HeavyStep {
   static constexpr const char* parameters = "ff";
   template <class N>
   FUSED_ACT_FN static N apply(const N& x, const N*, const Scalar<compute_t<N>>* s) {
@@ -237,7 +245,7 @@ struct Softplus : Step {
   }
 };
 
-struct Elu : Step {
+struct Elu : HeavyStep {
   static constexpr const char* parameters = "f";
   static constexpr const char* gradient = "elu: alpha at 0";
   template <class N>
@@ -247,7 +255,7 @@ struct Elu : Step {
   }
 };
 
-struct Celu : Step {
+struct Celu : HeavyStep {
   static constexpr const char* parameters = "f";
   static const char* wrong(const double* s) { return s[0] == 0 ? "alpha must not be 0" : nullptr; }
   template <class N>
@@ -257,7 +265,7 @@ struct Celu : Step {
   }
 };
 
-struct Selu : Step {
+struct Selu : HeavyStep {
   static constexpr const char* gradient = "selu: 1.758 (scale * alpha) at 0";
   template <class N>
   FUSED_ACT_FN static N apply(const N& x, const N*, const Scalar<compute_t<N>>*) {
@@ -267,7 +275,7 @@ struct Selu : Step {
   }
 };
 
-struct Silu : Step {
+struct Silu : HeavyStep {
   template <class N>
   FUSED_ACT_FN static N apply(const N& x, const N*, const Scalar<compute_t<N>>*) {
     return mul(x, sigmoid(x));
@@ -275,7 +283,7 @@ struct Silu : Step {
 };
 
 // x * sigmoid(alpha * x).
-struct SiluScaled : Step {
+struct SiluScaled : HeavyStep {
   static constexpr const char* parameters = "f";
   template <class N>
   FUSED_ACT_FN static N apply(const N& x, const N*, const Scalar<compute_t<N>>* s) {
@@ -285,7 +293,7 @@ struct SiluScaled : Step {
 };
 
 // x * sigmoid(1.702 * x).
-struct QuickGelu : Step {
+struct QuickGelu : HeavyStep {
   template <class N>
   FUSED_ACT_FN static N apply(const N& x, const N*, const Scalar<compute_t<N>>*) {
     using C = compute_t<N>;
@@ -293,21 +301,21 @@ struct QuickGelu : Step {
   }
 };
 
-struct Gelu : Step {
+struct Gelu : HeavyStep {
   template <class N>
   FUSED_ACT_FN static N apply(const N& x, const N*, const Scalar<compute_t<N>>*) {
     return mul(x, normal_cdf(x));
   }
 };
 
-struct GeluTanh : Step {
+struct GeluTanh : HeavyStep {
   template <class N>
   FUSED_ACT_FN static N apply(const N& x, const N*, const Scalar<compute_t<N>>*) {
     return mul(x, tanh_gate(x));
   }
 };
 
-struct Mish : Step {
+struct Mish : HeavyStep {
   template <class N>
   FUSED_ACT_FN static N apply(const N& x, const N*, const Scalar<compute_t<N>>*) {
     return mul(x, mish_gate(x));
@@ -325,6 +333,7 @@ struct Min : Step {
 
 struct Add : Step {
   static constexpr const char* parameters = "T";
+  static constexpr bool unit_slope = true;
   template <class N>
   FUSED_ACT_FN static N apply(const N& x, const N* operand, const Scalar<compute_t<N>>*) {
     return add(x, operand[0]);
@@ -342,6 +351,7 @@ struct MulOperand : Step {
 // x + scalar.
 struct Shift : Step {
   static constexpr const char* parameters = "f";
+  static constexpr bool unit_slope = true;
   template <class N>
   FUSED_ACT_FN static N apply(const N& x, const N*, const Scalar<compute_t<N>>* s) {
     return shift(x, s[0].value);
@@ -350,6 +360,7 @@ struct Shift : Step {
 
 // x + 1.
 struct AddOne : Step {
+  static constexpr bool unit_slope = true;
   template <class N>
   FUSED_ACT_FN static N apply(const N& x, const N*, const Scalar<compute_t<N>>*) {
     return shift(x, compute_t<N>(1));

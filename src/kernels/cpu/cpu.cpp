@@ -176,6 +176,10 @@ struct BlockIo {
   N direction(int k) const { return load(directions[k] + j); }
   bool moves(int k) const { return present[k]; }
   void gradient(int k, const N& value) { store(value, gradients[k] + j); }
+  template <class M>
+  LocalMemory<M> memory() const {
+    return {};
+  }
 };
 
 template <class Op, Mode mode, class C>
@@ -239,15 +243,17 @@ void run(const Op& op, const Request& r, const Geometry& geometry, const CpuRang
 
 template <class C>
 void run_program(const Request& r, const Geometry& geometry, const CpuRange& range) {
+  Program program = r.program;
+  program.assign_tape();
   switch (r.mode) {
     case Mode::forward:
-      return run<Program, Mode::forward, C>(r.program, r, geometry, range);
+      return run<Program, Mode::forward, C>(program, r, geometry, range);
     case Mode::jvp:
-      return run<Program, Mode::jvp, C>(r.program, r, geometry, range);
+      return run<Program, Mode::jvp, C>(program, r, geometry, range);
     case Mode::backward:
-      return run<Program, Mode::backward, C>(r.program, r, geometry, range);
+      return run<Program, Mode::backward, C>(program, r, geometry, range);
     case Mode::double_backward:
-      return run<Program, Mode::double_backward, C>(r.program, r, geometry, range);
+      return run<Program, Mode::double_backward, C>(program, r, geometry, range);
   }
 }
 

@@ -12,22 +12,24 @@ struct Cuda {
   void* context;
 };
 
-// Launches operator `op` (its place in the list). Returns null, or what went wrong.
-const char* run_cuda_f16(int op, const Request&, const Geometry&, const Cuda&);
-const char* run_cuda_bf16(int op, const Request&, const Geometry&, const Cuda&);
-const char* run_cuda_f32(int op, const Request&, const Geometry&, const Cuda&);
-const char* run_cuda_f64(int op, const Request&, const Geometry&, const Cuda&);
+// Launches operator `op` (its place in the list) for elements of that many bits. Returns null, or what went wrong.
+const char* run_cuda_16(int op, const Request&, const Geometry&, const Cuda&);
+const char* run_cuda_32(int op, const Request&, const Geometry&, const Cuda&);
+
+// The same for the Request's program.
+const char* run_cuda_program_16(const Request&, const Geometry&, const Cuda&);
+const char* run_cuda_program_32(const Request&, const Geometry&, const Cuda&);
+const char* run_cuda_program_64(const Request&, const Geometry&, const Cuda&);
 
 inline const char* run_cuda(int op, const Request& r, const Geometry& geometry, const Cuda& cuda) {
   switch (r.dtype) {
     case Dtype::f16:
-      return run_cuda_f16(op, r, geometry, cuda);
     case Dtype::bf16:
-      return run_cuda_bf16(op, r, geometry, cuda);
+      return run_cuda_16(op, r, geometry, cuda);
     case Dtype::f32:
-      return run_cuda_f32(op, r, geometry, cuda);
-    case Dtype::f64:
-      return run_cuda_f64(op, r, geometry, cuda);
+      return run_cuda_32(op, r, geometry, cuda);
+    case Dtype::f64:  // of which there are no compiled chains
+      return run_cuda_program_64(r, geometry, cuda);
   }
   return "unknown dtype";
 }

@@ -1,4 +1,4 @@
-// Building blocks of the CUDA kernels: element types, 16-byte vectors, division by a run-time constant, block sums.
+// Building blocks of the CUDA kernels: lanes, memory, division by a run-time constant, block sums.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -14,53 +14,6 @@ namespace fused_act {
 
 constexpr int kThreads = 256;
 constexpr int kWarp = 32;
-
-template <class T>
-struct Element {  // float and double compute in themselves
-  using Compute = T;
-  __device__ static T load(T v) { return v; }
-  __device__ static T store(T v) { return v; }
-};
-template <>
-struct Element<__half> {
-  using Compute = float;
-  __device__ static float load(__half v) { return __half2float(v); }
-  __device__ static __half store(float v) { return __float2half_rn(v); }
-};
-template <>
-struct Element<__nv_bfloat16> {
-  using Compute = float;
-  __device__ static float load(__nv_bfloat16 v) { return __bfloat162float(v); }
-  __device__ static __nv_bfloat16 store(float v) { return __float2bfloat16_rn(v); }
-};
-
-template <class T>
-using compute_of = typename Element<T>::Compute;
-
-// The only vector type: 16 bytes of T, one memory instruction.
-template <class T>
-struct alignas(16) Vector {
-  static constexpr int kSize = 16 / sizeof(T);
-  T element[kSize];
-};
-
-// Reads elements [lo, hi) of the vector at p; a whole vector in one instruction. `constant`: nothing that the kernel
-// writes is read through p, so the read-only path is taken, which lets the compiler move a load above earlier stores.
-template <bool constant, class T>
-__device__ __forceinline__ Vector<T> fetch(const T* p, int lo, int hi) {
-  constexpr int V = Vector<T>::kSize;
-  Vector<T> vector{};
-  if (lo == 0 && hi == V) {
-    const int4* q = reinterpret_cast<const int4*>(p);
-    const int4 bits = constant ? __ldg(q) : *q;
-    memcpy(&vector, &bits, sizeof bits);
-  } else {
-#pragma unroll
-    for (int j = 0; j < V; ++j)
-      if (j >= lo && j < hi) vector.element[j] = p[j];
-  }
-  return vector;
-}
 
 // V numbers of the compute type, as one number that formulas are evaluated on.
 template <class C, int V>
@@ -93,6 +46,7 @@ struct Arithmetic<Lanes<C, V>> {
   FUSED_ACT_BINARY(N, sub)
   FUSED_ACT_BINARY(N, mul)
   FUSED_ACT_BINARY(N, quotient)
+  FUSED_ACT_BINARY(N, ratio)
   FUSED_ACT_UNARY(negative)
   FUSED_ACT_UNARY(absolute)
   FUSED_ACT_UNARY(exp)
@@ -119,35 +73,124 @@ struct Arithmetic<Lanes<C, V>> {
 #undef FUSED_ACT_LANEWISE
 };
 
-// V elements, V a multiple of the vector's size, as numbers of the compute type.
-template <class T, class C, int V>
-__device__ __forceinline__ void load_vectors(const T* p, Lanes<C, V>& out) {
-  constexpr int kPer = Vector<T>::kSize;
-  static_assert(V % kPer == 0);
+// ---- memory ---------------------------------------------------------------------------------------------------
+//
+// Kernels know the size of an element and learn its type at run time: float16 and bfloat16 share them.
+
+__host__ __device__ constexpr int size_of(Dtype d) { return d == Dtype::f64 ? 8 : d == Dtype::f32 ? 4 : 2; }
+
+template <int bytes>
+using Compute = std::conditional_t<bytes == 8, double, float>;
+// Elements of a vector of 16 bytes.
+template <int bytes>
+constexpr int kVector = 16 / bytes;
+
+// n elements as they lie in memory.
+template <int bytes, int n>
+struct Bits {
+  using Word = std::conditional_t<bytes == 8, uint64_t, std::conditional_t<bytes == 4, uint32_t, uint16_t>>;
+  static constexpr int kUnit = bytes * n % 16 == 0 ? 16 : 8;  // bytes of an instruction
+  using Unit = std::conditional_t<kUnit == 16, int4, int2>;
+  static constexpr int kUnits = bytes * n / kUnit;
+  Word element[n];
+};
+
+// Elements [lo, hi) of the n at p + i, the others 0; all n of them, if aligned, in one or two instructions. `constant`:
+// nothing that the kernel writes is read through p, so the read-only path is taken, which lets the compiler move a load
+// above earlier stores.
+template <bool constant, int bytes, int n>
+__device__ __forceinline__ Bits<bytes, n> load_bits(const void* p, int64_t i, int lo, int hi) {
+  using B = Bits<bytes, n>;
+  using Unit = typename B::Unit;
+  B bits;
+  const auto* from = static_cast<const typename B::Word*>(p) + i;
+  if (lo == 0 && hi == n) {
+    Unit units[B::kUnits];
 #pragma unroll
-  for (int k = 0; k < V / kPer; ++k) {
-    const Vector<T> vector = fetch<true>(p + k * kPer, 0, kPer);
+    for (int k = 0; k < B::kUnits; ++k) {
+      const Unit* q = reinterpret_cast<const Unit*>(from) + k;
+      units[k] = constant ? __ldg(q) : *q;
+    }
+    memcpy(bits.element, units, sizeof units);
+  } else {
 #pragma unroll
-    for (int j = 0; j < kPer; ++j) out.lane[k * kPer + j] = Element<T>::load(vector.element[j]);
+    for (int j = 0; j < n; ++j) bits.element[j] = j >= lo && j < hi ? from[j] : typename B::Word(0);
+  }
+  return bits;
+}
+
+template <int bytes, int n>
+__device__ __forceinline__ void store_bits(void* p, int64_t i, int lo, int hi, const Bits<bytes, n>& bits) {
+  using B = Bits<bytes, n>;
+  using Unit = typename B::Unit;
+  auto* to = static_cast<typename B::Word*>(p) + i;
+  if (lo == 0 && hi == n) {
+    Unit units[B::kUnits];
+    memcpy(units, bits.element, sizeof units);
+#pragma unroll
+    for (int k = 0; k < B::kUnits; ++k) reinterpret_cast<Unit*>(to)[k] = units[k];
+  } else {
+#pragma unroll
+    for (int j = 0; j < n; ++j)
+      if (j >= lo && j < hi) to[j] = bits.element[j];
   }
 }
 
-template <class T, class C, int V>
-__device__ __forceinline__ void store_vector(T* p, int lo, int hi, const Lanes<C, V>& values) {
-  if (lo == 0 && hi == V) {
-    constexpr int kPer = Vector<T>::kSize;
+template <int bytes, int n>
+__device__ __forceinline__ Lanes<Compute<bytes>, n> to_lanes(const Bits<bytes, n>& bits, Dtype dtype) {
+  Lanes<Compute<bytes>, n> out;
+  if constexpr (bytes > 2) {
+    memcpy(out.lane, bits.element, sizeof out.lane);
+  } else if (dtype == Dtype::bf16) {
 #pragma unroll
-    for (int k = 0; k < V / kPer; ++k) {
-      Vector<T> vector;
-#pragma unroll
-      for (int j = 0; j < kPer; ++j) vector.element[j] = Element<T>::store(values.lane[k * kPer + j]);
-      reinterpret_cast<Vector<T>*>(p)[k] = vector;
-    }
+    for (int j = 0; j < n; ++j) out.lane[j] = __uint_as_float(uint32_t(bits.element[j]) << 16);
   } else {
 #pragma unroll
-    for (int j = 0; j < V; ++j)
-      if (j >= lo && j < hi) p[j] = Element<T>::store(values.lane[j]);
+    for (int j = 0; j < n; ++j) out.lane[j] = __half2float(__ushort_as_half(bits.element[j]));
   }
+  return out;
+}
+
+template <int bytes, int n>
+__device__ __forceinline__ Bits<bytes, n> to_bits(const Lanes<Compute<bytes>, n>& values, Dtype dtype) {
+  Bits<bytes, n> bits;
+  if constexpr (bytes > 2) {
+    memcpy(bits.element, values.lane, sizeof bits.element);
+  } else if (dtype == Dtype::bf16) {
+#pragma unroll
+    for (int j = 0; j < n; ++j) bits.element[j] = __bfloat16_as_ushort(__float2bfloat16_rn(values.lane[j]));
+  } else {
+#pragma unroll
+    for (int j = 0; j < n; ++j) bits.element[j] = __half_as_ushort(__float2half_rn(values.lane[j]));
+  }
+  return bits;
+}
+
+// f(std::integral_constant<int, bytes>{}) for the size of an element of `dtype`, which is one that computes in C.
+template <class C, class F>
+__device__ __forceinline__ auto with_size(Dtype dtype, F f) {
+  if constexpr (sizeof(C) == 8) {
+    return f(std::integral_constant<int, 8>{});
+  } else if (dtype == Dtype::f32) {
+    return f(std::integral_constant<int, 4>{});
+  } else {
+    return f(std::integral_constant<int, 2>{});
+  }
+}
+
+template <class C>
+__device__ __forceinline__ C load_element(const void* p, Dtype dtype, int64_t i) {
+  return with_size<C>(dtype, [&](auto bytes) {
+    using B = Bits<decltype(bytes)::value, 1>;
+    return to_lanes(B{{static_cast<const typename B::Word*>(p)[i]}}, dtype).lane[0];
+  });
+}
+template <class C>
+__device__ __forceinline__ void store_element(void* p, Dtype dtype, int64_t i, C value) {
+  with_size<C>(dtype, [&](auto bytes) {
+    constexpr int size = decltype(bytes)::value;
+    static_cast<typename Bits<size, 1>::Word*>(p)[i] = to_bits<size, 1>({{value}}, dtype).element[0];
+  });
 }
 
 // Quotient by a run-time constant: one multiplication, a sum and a shift while dividends stay below 2^31, and a

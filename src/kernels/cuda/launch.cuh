@@ -1,48 +1,54 @@
-// From a Request to kernel launches on a stream, for one element type. Included by the four files that name a type.
+// From a Request to kernel launches on a stream.
 #pragma once
 
 #include <algorithm>
 #include <iterator>
 
-#include "../operators.h"
 #include "cuda.h"
-#include "kernels.cuh"
+#include "program.cuh"
 
 namespace fused_act {
 
 inline bool aligned(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
 
-template <class Op, class T, Mode mode>
+// `bytes` is the size of an element of x; of the compute type where a Program has no vector kernels.
+template <class Op, int bytes, Mode mode>
 class Launcher {
-  using C = compute_of<T>;
+  using C = Compute<bytes>;
   static constexpr int O = Op::kOperands;
-  static constexpr int V = Vector<T>::kSize;
   static constexpr bool kSums = O > 0 && has_operand_gradients(mode);
   // Vector kernels of a Program exist for the two modes of training, and not for the rare float64.
-  static constexpr bool kVectors = !Op::kDynamic || ((mode == Mode::forward || mode == Mode::backward) && sizeof(C) < 8);
+  static constexpr bool kVectors = !Op::kDynamic || ((mode == Mode::forward || mode == Mode::backward) && bytes < 8);
+  // Kernels for any strides learn the size of an element at run time, so one of the sizes has them.
+  static constexpr bool kAnyStrides = Op::kDynamic && bytes != 2;
+  static constexpr int kElements = kVector<bytes>;
+  // Elements that a thread takes at a time.
+  static constexpr int kLanes = Op::kDynamic ? kGroup : kElements;
+  // Dynamic shared memory that every card gives a block without being asked.
+  static constexpr int kScratchBytes = 48 * 1024 - 256;  // less what a kernel has of its own
 
  public:
   Launcher(const Op& op, const Request& r, const Geometry& geometry, const Cuda& cuda)
       : request_(r), geometry_(geometry), cuda_(cuda) {
     fill(op);
     if constexpr (kVectors) {
-      flat_ = vectors_ = true;
-      for_each_full([&](const void* p, int row, Lay& lay, bool wide) { look(p, row, lay, wide); });
+      flat_ = vectors_ = size_of(r.dtype) == bytes;
+      for_each_full([&](const void* p, int row, Lay& lay, Dtype dtype) { look(p, row, lay, dtype); });
       for (int k = 0; k < O; ++k) look_at_operand(r.operand[k], kOperand + k, args_.operand[k]);
-      if constexpr (Op::kDynamic) args_.lays.pitched = pitched_;
     }
     if constexpr (kSums) plan_gradients();
+    if constexpr (Op::kDynamic) plan_scratch();
   }
 
-  // A compiled chain has kernels for flat tensors, with all sums in one pass.
-  bool fits() const { return flat_ && !any(Plan::apart); }
+  // Can it run without the kernels for any strides, which compiled chains and elements of 16 bits have not?
+  bool fits() const { return (Op::kDynamic ? vectors_ : flat_) && !any(Plan::apart); }
 
   cudaError_t run() {
     if constexpr (kSums) {
       bool fused = false;
       for (int k = 0; k < O; ++k) {
         if (plan_[k] == Plan::apart) {
-          if constexpr (Op::kDynamic)
+          if constexpr (kAnyStrides)
             if (cudaError_t e = launch_reduce(k); e != cudaSuccess) return e;
         }
         fused |= plan_[k] == Plan::fused;
@@ -55,7 +61,7 @@ class Launcher {
     if (!any_output) return cudaSuccess;
     if constexpr (kVectors)
       if (vectors_) return launch_flat();
-    if constexpr (Op::kDynamic) return launch_strided();
+    if constexpr (kAnyStrides) return launch_strided();
     return cudaErrorInvalidValue;  // not reached: fits() said so
   }
 
@@ -66,10 +72,11 @@ class Launcher {
     const Request& r = request_;
     args_.op = op;
     args_.numel = r.numel;
-    args_.x = static_cast<const T*>(r.x.data);
-    args_.g = static_cast<const T*>(r.g.data);
-    args_.u = static_cast<const T*>(r.u.data);
-    for (int n = 0; n < 2; ++n) args_.out[n] = static_cast<T*>(r.out[n].data);
+    args_.dtype = r.dtype;
+    args_.x = r.x.data;
+    args_.g = r.g.data;
+    args_.u = r.u.data;
+    for (int n = 0; n < 2; ++n) args_.out[n] = r.out[n].data;
     args_.has_u = r.u.data != nullptr;
     for (int k = 0; k < O; ++k) {
       args_.operand[k] = operand_arg(r.operand[k]);
@@ -77,7 +84,7 @@ class Launcher {
       args_.has_v[k] = r.v_present[k];
       args_.emit[k] = Emit::none;
       args_.gradient[k] = r.operand_gradient[k].data;
-      args_.gradient_is_compute[k] = r.operand_gradient[k].dtype != r.dtype;
+      args_.gradient_dtype[k] = r.operand_gradient[k].dtype;
       args_.partial[k] = nullptr;
     }
     for (int s = 0; s < Op::kScalars; ++s) args_.scalars[s] = Scalar<C>::of(static_cast<C>(r.scalars[s]));
@@ -87,7 +94,7 @@ class Launcher {
     OperandArg<C> arg;
     arg.data = o.data;
     arg.value = static_cast<C>(o.value);
-    arg.is_compute = o.dtype != request_.dtype;
+    arg.dtype = o.dtype;
     arg.access = o.data ? Access::walk : Access::constant;
     return arg;
   }
@@ -95,55 +102,48 @@ class Launcher {
   template <class F>
   void for_each_full(F f) {
     const Request& r = request_;
-    Lay none, *x = &none, *g = &none, *out = &none;
-    if constexpr (Op::kDynamic) {
-      x = &args_.lays.x;
-      g = &args_.lays.g;
-      out = args_.lays.out;
-    }
-    f(r.x.data, kX, *x, false);
-    f(r.g.data, kG, *g, false);
-    f(r.out[0].data, kOut, *out, false);
-    for (int k = 0; k < O; ++k) {
-      if (!is_full(r.operand_gradient[k])) continue;
-      Lay* gradient = &none;
-      if constexpr (Op::kDynamic) gradient = &args_.lays.gradient[k];
-      f(r.operand_gradient[k].data, kGradient + k, *gradient, args_.gradient_is_compute[k]);
-    }
+    ProgramPlan unused, *plan = &unused;
+    if constexpr (Op::kDynamic) plan = &args_.plan;
+    f(r.x.data, kX, plan->x, r.dtype);
+    f(r.g.data, kG, plan->g, r.dtype);
+    f(r.out[0].data, kOut, plan->out, r.dtype);
+    for (int k = 0; k < O; ++k)
+      if (is_full(r.operand_gradient[k]))
+        f(r.operand_gradient[k].data, kGradient + k, plan->gradient[k], r.operand_gradient[k].dtype);
   }
   bool is_full(const Request::OperandGradient& g) const { return g.data && g.numel == request_.numel; }
 
   // Finds out how a full tensor lies: flat, in rows with a pitch, or as one half of pairs.
-  void look(const void* p, int row, Lay& lay, bool wide) {
+  void look(const void* p, int row, Lay& lay, Dtype dtype) {
     if (!p) return;
     if (aligned(p) && geometry_.flat(row)) return;
     flat_ = false;
     const Geometry& space = geometry_;
     const int64_t* stride = space.strides[row];
-    if (request_.pairs && !wide && space.ndim == 1 && stride[0] == 2 && aligned_pair(p)) {
+    const int size = size_of(dtype);
+    if (request_.pairs && space.ndim == 1 && stride[0] == 2 &&
+        aligned(static_cast<const char*>(p) - reinterpret_cast<uintptr_t>(p) / size % 2 * size)) {
       lay.pair = true;
-    } else if (space.ndim == 2 && stride[1] == 1 && aligned(p) && stride[0] % V == 0 && space.sizes[1] % V == 0 &&
-               request_.numel % V == 0) {
-      pitched_ = true;
+    } else if (space.ndim == 2 && stride[1] == 1 && aligned(p) && stride[0] * size % 16 == 0 &&
+               space.sizes[1] % kElements == 0 && request_.numel % kElements == 0) {
       lay.extra = stride[0] - space.sizes[1];
-      if constexpr (Op::kDynamic) args_.lays.by_inner = Divider::of(space.sizes[1], request_.numel);
+      if constexpr (Op::kDynamic) {
+        args_.plan.pitched = true;
+        args_.plan.by_inner = Divider::of(space.sizes[1], request_.numel);
+      }
     } else {
       vectors_ = false;
     }
   }
-  static bool aligned_pair(const void* p) { return aligned(static_cast<const T*>(p) - reinterpret_cast<uintptr_t>(p) / sizeof(T) % 2); }
 
   // The form in which a vector kernel reads an operand.
   void look_at_operand(const Request::Operand& o, int row, OperandArg<C>& arg) {
     if (!o.data) return;
     const ChannelForm f = channel_form(geometry_, row);
-    if (!f.exact) {
-      if (arg.is_compute) {
-        flat_ = vectors_ = false;
-      } else {
-        look(o.data, row, arg.lay, false);
-        arg.access = Access::full;
-      }
+    const bool pair = f.exact && f.channels == request_.numel && f.stride == 2 && request_.pairs;
+    if (!f.exact || (pair && f.channels > 1)) {
+      look(o.data, row, arg.lay, o.dtype);
+      arg.access = Access::full;
       return;
     }
     arg.stride = f.stride;
@@ -154,15 +154,18 @@ class Launcher {
       arg.access = Access::scalar;
       return;
     }
-    if (f.channels == request_.numel && f.stride == 2 && request_.pairs && !arg.is_compute) {
-      look(o.data, row, arg.lay, false);
-      arg.access = Access::full;
-      return;
-    }
     arg.by_inner = Divider::of(f.inner, request_.numel);
     arg.by_channels = Divider::of(f.channels, request_.numel);
-    const bool dense = f.inner == 1 && f.stride == 1 && aligned(o.data) && (!arg.wraps || f.channels % V == 0);
-    arg.access = dense ? Access::dense : f.inner >= V ? Access::rows : Access::walk;
+    arg.axis = static_cast<int>(&arg - args_.operand);
+    for (int k = arg.axis - 1; k >= 0; --k) {
+      const OperandArg<C>& other = args_.operand[k];
+      const bool along = other.access == Access::rows || other.access == Access::dense || other.access == Access::walk;
+      if (request_.operand[k].data && along && other.inner == arg.inner && other.channels == arg.channels &&
+          other.wraps == arg.wraps)
+        arg.axis = k;
+    }
+    const bool dense = f.inner == 1 && f.stride == 1 && aligned(o.data) && (!arg.wraps || f.channels % kElements == 0);
+    arg.access = dense ? Access::dense : f.inner >= kElements ? Access::rows : Access::walk;
   }
 
   // Decides how each operand's gradient is computed.
@@ -195,9 +198,47 @@ class Launcher {
   }
   bool any(Plan plan) const { return std::find(std::begin(plan_), std::end(plan_), plan) != std::end(plan_); }
 
+  // Gives operands, slots, slopes and sums their entries of scratch memory, and a block as many threads as it has room
+  // for. A program that leaves no warp enough runs in the kernels that need no scratch memory.
+  void plan_scratch() {
+    ProgramPlan& plan = args_.plan;
+    const int tape = args_.op.assign_tape();
+    if constexpr (kVectors) {
+      for (int k = 0; k < O; ++k)
+        if (request_.operand[k].data) {
+          plan.operand[k] = plan.entries++;
+          plan.operands = k + 1;
+        }
+      plan.slots = plan.entries;
+      plan.entries += args_.op.slots;
+      plan.tape = plan.entries;
+      if (mode == Mode::backward) plan.entries += tape;
+      plan.sums = plan.entries;
+      if (any(Plan::fused) && main_.inner == 1) plan.entries += O;
+      while (threads_ > kWarp && scratch_bytes() > kScratchBytes) threads_ /= 2;
+      if (scratch_bytes() <= kScratchBytes) return;
+      vectors_ = false;
+      for (int k = 0; k < O; ++k) {
+        if (plan_[k] != Plan::fused) continue;
+        plan_[k] = Plan::apart;
+        args_.emit[k] = Emit::none;
+      }
+    }
+  }
+  int scratch_bytes() const {
+    if constexpr (Op::kDynamic) {
+      return args_.plan.entries * Scratch::kEntryBytes * threads_;
+    } else {
+      return 0;
+    }
+  }
   cudaError_t launch_flat() {
-    const int64_t blocks = divide_up(request_.numel, int64_t(kThreads) * V);
-    flat_kernel<Op, T, mode><<<static_cast<unsigned>(blocks), kThreads, 0, stream()>>>(args_);
+    const int64_t blocks = divide_up(request_.numel, int64_t(threads_) * kLanes);
+    if constexpr (Op::kDynamic) {
+      program_flat_kernel<bytes, mode><<<static_cast<unsigned>(blocks), threads_, scratch_bytes(), stream()>>>(args_);
+    } else {
+      flat_kernel<Op, bytes, mode><<<static_cast<unsigned>(blocks), threads_, 0, stream()>>>(args_);
+    }
     return cudaGetLastError();
   }
 
@@ -217,13 +258,13 @@ class Launcher {
     for (int d = 0; d < geometry_.ndim; ++d) order[d] = d;
     const Space space = make_space(order, geometry_.ndim);
     const int64_t blocks = divide_up(request_.numel, int64_t(kThreads) * tuning::kStridedElements);
-    strided_kernel<T, mode><<<static_cast<unsigned>(blocks), kThreads, 0, stream()>>>(args_, space);
+    strided_kernel<C, mode><<<static_cast<unsigned>(blocks), kThreads, 0, stream()>>>(args_, space);
     return cudaGetLastError();
   }
 
   // Elements of a block of a fused reduction: whole vectors for all threads, more of them in a large tensor.
   int64_t elements_per_block(int64_t blocks) const {
-    const int64_t least = int64_t(kThreads) * V * tuning::kMinVectorsPerThread;
+    const int64_t least = int64_t(threads_) * kLanes * tuning::kMinVectorsPerThread;
     return std::max(least, request_.numel / blocks);
   }
 
@@ -235,16 +276,20 @@ class Launcher {
     rows.inner = f.inner;
     const int64_t elements = elements_per_block(tuning::kRowBlocks);
     rows.pieces = divide_up(f.inner, elements + elements / 2);
-    rows.length = divide_up(divide_up(f.inner, rows.pieces), V) * V;
+    rows.length = divide_up(divide_up(f.inner, rows.pieces), int64_t(kLanes)) * kLanes;
     rows.pieces = divide_up(f.inner, rows.length);
     rows.width = 1;
-    while (rows.width < kThreads && int64_t(rows.width) * V < rows.length) rows.width *= 2;
-    const int64_t lines = kThreads / rows.width;
+    while (rows.width < threads_ && int64_t(rows.width) * kLanes < rows.length) rows.width *= 2;
+    const int64_t lines = threads_ / rows.width;
     rows.planes = rows.pieces > 1 ? 1 : std::min(f.outer, std::max(lines, elements / f.inner / lines * lines));
     rows.chunks = rows.pieces * divide_up(f.outer, rows.planes);
     allocate_partials(f.channels, rows.chunks);
     const unsigned blocks = static_cast<unsigned>(f.channels * rows.chunks);
-    row_kernel<Op, T, mode><<<blocks, kThreads, 0, stream()>>>(args_, rows);
+    if constexpr (Op::kDynamic) {
+      program_row_kernel<bytes, mode><<<blocks, threads_, scratch_bytes(), stream()>>>(args_, rows);
+    } else {
+      row_kernel<Op, bytes, mode><<<blocks, threads_, 0, stream()>>>(args_, rows);
+    }
     if (cudaError_t e = cudaGetLastError(); e != cudaSuccess) return e;
     return finish(f.channels, rows.chunks);
   }
@@ -252,24 +297,30 @@ class Launcher {
   cudaError_t launch_columns() {
     const ChannelForm& f = main_;
     Columns columns;
-    columns.outer = f.outer;
+    // Rows of channels until they are a whole number of vectors.
+    columns.fold = 1;
+    while (f.channels * columns.fold % kElements) columns.fold *= 2;
+    columns.outer = divide_up(f.outer, int64_t(columns.fold));
     columns.channels = f.channels;
-    columns.width = f.channels % V == 0 ? V : 1;
-    const int64_t groups = f.channels / columns.width;
+    const int64_t groups = f.channels * columns.fold / kElements;
     // As few column tiles as fit, all about as wide.
-    columns.across = static_cast<int>(divide_up(groups, divide_up(groups, int64_t(kThreads))));
+    columns.across = static_cast<int>(divide_up(groups, divide_up(groups, int64_t(threads_))));
     const int64_t tiles = divide_up(groups, int64_t(columns.across));
-    const int64_t lines = kThreads / columns.across;
+    const int64_t lines = threads_ / columns.across * (kLanes / kElements);
     const int64_t elements = elements_per_block(tuning::kColumnBlocks);
-    columns.rows = std::max<int64_t>(1, elements / (int64_t(columns.across) * columns.width));
+    columns.rows = std::max<int64_t>(1, elements / (int64_t(columns.across) * kElements));
     columns.rows = divide_up(columns.rows, lines) * lines;
-    columns.rows = std::max(columns.rows, divide_up(f.outer, int64_t(65535)));
-    columns.chunks = divide_up(f.outer, columns.rows);
-    allocate_partials(f.channels, columns.chunks);
+    columns.rows = std::max(columns.rows, divide_up(columns.outer, int64_t(65535)));
+    columns.chunks = divide_up(columns.outer, columns.rows);
+    allocate_partials(f.channels, columns.chunks * columns.fold);
     const dim3 grid(static_cast<unsigned>(tiles), static_cast<unsigned>(columns.chunks));
-    column_kernel<Op, T, mode><<<grid, kThreads, 0, stream()>>>(args_, columns);
+    if constexpr (Op::kDynamic) {
+      program_column_kernel<bytes, mode><<<grid, threads_, scratch_bytes(), stream()>>>(args_, columns);
+    } else {
+      column_kernel<Op, bytes, mode><<<grid, threads_, 0, stream()>>>(args_, columns);
+    }
     if (cudaError_t e = cudaGetLastError(); e != cudaSuccess) return e;
-    return finish(f.channels, columns.chunks);
+    return finish(f.channels, columns.chunks * columns.fold);
   }
 
   cudaError_t launch_reduce(int which) {
@@ -292,7 +343,7 @@ class Launcher {
     reduction.chunks = std::min(wanted, divide_up(reduction.reduced, tuning::kWarpElements));
     reduction.length = divide_up(reduction.reduced, reduction.chunks);
     reduction.chunks = divide_up(reduction.reduced, reduction.length);
-    Args<Op, T> args = args_;
+    Args<Op, C> args = args_;
     for (Emit& emit : args.emit) emit = Emit::none;
     if (reduction.chunks > 1) {
       args.partial[which] = args_.partial[which] =
@@ -300,7 +351,7 @@ class Launcher {
     }
     const Space space = make_space(order, ndim);
     const int64_t blocks = divide_up(reduction.kept * reduction.chunks, int64_t(kThreads / kWarp));
-    reduce_kernel<T, mode><<<static_cast<unsigned>(blocks), kThreads, 0, stream()>>>(args, space, reduction, which);
+    reduce_kernel<C, mode><<<static_cast<unsigned>(blocks), kThreads, 0, stream()>>>(args, space, reduction, which);
     if (cudaError_t e = cudaGetLastError(); e != cudaSuccess) return e;
     if (reduction.chunks == 1) return cudaSuccess;
     Kept where;
@@ -334,8 +385,8 @@ class Launcher {
 
   cudaError_t launch_finish(int which, int64_t kept, int64_t chunks, const Kept& where) {
     const int threads = chunks > 4 * kWarp ? kThreads : kWarp;
-    finish_kernel<T><<<static_cast<unsigned>(kept), threads, 0, stream()>>>(
-        args_.partial[which], kept, chunks, args_.gradient[which], args_.gradient_is_compute[which], where);
+    finish_kernel<C><<<static_cast<unsigned>(kept), threads, 0, stream()>>>(
+        args_.partial[which], chunks, args_.gradient[which], args_.gradient_dtype[which], where);
     return cudaGetLastError();
   }
 
@@ -345,63 +396,14 @@ class Launcher {
   const Request& request_;
   const Geometry& geometry_;
   const Cuda& cuda_;
-  Args<Op, T> args_;
+  int threads_ = kThreads;
+  Args<Op, C> args_;
   bool flat_ = false;     // every full tensor is dense in the order of the walk and aligned
   bool vectors_ = false;  // a vector kernel can walk every tensor
-  bool pitched_ = false;
-  Plan plan_[Args<Op, T>::O] = {};
+  Plan plan_[Args<Op, C>::O] = {};
   ChannelForm main_;  // of the gradients that are summed in one pass with the full outputs
 };
 
-template <class T>
-cudaError_t launch_program(const Request& r, const Geometry& geometry, const Cuda& cuda) {
-  switch (r.mode) {
-    case Mode::forward:
-      return Launcher<Program, T, Mode::forward>(r.program, r, geometry, cuda).run();
-    case Mode::jvp:
-      return Launcher<Program, T, Mode::jvp>(r.program, r, geometry, cuda).run();
-    case Mode::backward:
-      return Launcher<Program, T, Mode::backward>(r.program, r, geometry, cuda).run();
-    case Mode::double_backward:
-      return Launcher<Program, T, Mode::double_backward>(r.program, r, geometry, cuda).run();
-  }
-  return cudaErrorInvalidValue;
-}
-
-// The compiled kernels where there are any and they fit, else the program.
-template <class Op, class T>
-cudaError_t launch(const Request& r, const Geometry& geometry, const Cuda& cuda) {
-  if constexpr (sizeof(compute_of<T>) < 8) {
-    if (r.mode == Mode::forward) {
-      Launcher<Op, T, Mode::forward> launcher(Op{}, r, geometry, cuda);
-      if (launcher.fits()) return launcher.run();
-    } else if (r.mode == Mode::backward) {
-      Launcher<Op, T, Mode::backward> launcher(Op{}, r, geometry, cuda);
-      if (launcher.fits()) return launcher.run();
-    }
-  }
-  return launch_program<T>(r, geometry, cuda);
-}
-
-// The launch functions of all operators, in the order of the list.
-template <class T>
-struct Table {
-  using Function = cudaError_t (*)(const Request&, const Geometry&, const Cuda&);
-  template <class Op>
-  static constexpr Function entry() {
-    if constexpr (Op::kDynamic) {
-      return &launch_program<T>;
-    } else {
-      return &launch<Op, T>;
-    }
-  }
-#define FUSED_ACT_ENTRY(NAME, ...) entry<ops::NAME::Compiled>(),
-  static const char* run(int op, const Request& r, const Geometry& geometry, const Cuda& cuda) {
-    static constexpr Function functions[] = {FUSED_ACT_OPERATORS(FUSED_ACT_ENTRY)};
-    const cudaError_t e = functions[op](r, geometry, cuda);
-    return e == cudaSuccess ? nullptr : cudaGetErrorString(e);
-  }
-#undef FUSED_ACT_ENTRY
-};
+inline const char* message(cudaError_t e) { return e == cudaSuccess ? nullptr : cudaGetErrorString(e); }
 
 }  // namespace fused_act

@@ -1,7 +1,0 @@
-#include "launch.cuh"
-
-namespace fused_act {
-const char* run_cuda_bf16(int op, const Request& r, const Geometry& geometry, const Cuda& cuda) {
-  return Table<__nv_bfloat16>::run(op, r, geometry, cuda);
-}
-}  // namespace fused_act

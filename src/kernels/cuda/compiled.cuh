@@ -1,0 +1,34 @@
+// The compiled chains of all operators for one size of an element. Included by the files that name one.
+#pragma once
+
+#include "../operators.h"
+#include "launch.cuh"
+
+namespace fused_act {
+
+// The compiled kernels where there are any and they fit, else the program.
+template <class Op, int bytes>
+const char* launch(const Request& r, const Geometry& geometry, const Cuda& cuda) {
+  if constexpr (!Op::kDynamic) {
+    if (r.mode == Mode::forward) {
+      Launcher<Op, bytes, Mode::forward> launcher(Op{}, r, geometry, cuda);
+      if (launcher.fits()) return message(launcher.run());
+    } else if (r.mode == Mode::backward) {
+      Launcher<Op, bytes, Mode::backward> launcher(Op{}, r, geometry, cuda);
+      if (launcher.fits()) return message(launcher.run());
+    }
+  }
+  return bytes == 2 ? run_cuda_program_16(r, geometry, cuda) : run_cuda_program_32(r, geometry, cuda);
+}
+
+// The launch functions of all operators, in the order of the list.
+template <int bytes>
+const char* run_compiled(int op, const Request& r, const Geometry& geometry, const Cuda& cuda) {
+#define FUSED_ACT_ENTRY(NAME, ...) &launch<ops::NAME::Compiled, bytes>,
+  static constexpr const char* (*functions[])(const Request&, const Geometry&, const Cuda&) = {
+      FUSED_ACT_OPERATORS(FUSED_ACT_ENTRY)};
+#undef FUSED_ACT_ENTRY
+  return functions[op](r, geometry, cuda);
+}
+
+}  // namespace fused_act
