@@ -229,6 +229,8 @@ struct FusedNode final : Node {
     args.collect(op.name);
     args.collect(int64_t(mode));
     args.collect(constants.activation);
+    args.collect(constants.program);
+    args.collect(constants.list);
     args.collect(from_output);
     for (const std::optional<double>& s : constants.scalars) {
       args.collect(s.has_value());
@@ -430,11 +432,14 @@ void run_autograd(const Operator& op, Mode mode, const c10::OperatorHandle& hand
     handle.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
   };
   bool requires_grad = false, has_tangents = false;
-  for (const c10::IValue& value : torch::jit::last(*stack, count_arguments(op, mode))) {
-    if (!value.isTensor()) continue;
-    const at::Tensor& t = value.toTensor();
+  const auto look = [&](const at::Tensor& t) {
     requires_grad |= t.requires_grad();
     has_tangents |= tangent_of(t).defined();
+  };
+  for (const c10::IValue& value : torch::jit::last(*stack, count_arguments(op, mode))) {
+    if (value.isTensor()) look(value.toTensor());
+    if (value.isTensorList())
+      for (const at::Tensor& t : value.toTensorVector()) look(t);
   }
   requires_grad &= at::GradMode::is_enabled();
   if (!requires_grad && !has_tangents) return below();

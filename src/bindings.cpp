@@ -58,6 +58,18 @@ void parse_parameters(Operator& op, const std::string& text) {
       op.dim = std::stoll(value);
       continue;
     }
+    if (type == "Tensor[]") {
+      op.listed = true;
+      op.operands = kMaxOperands;
+      for (int k = 0; k < kMaxOperands; ++k) {
+        Parameter& p = op.parameters.emplace_back();
+        p.kind = Parameter::operand;
+        p.name = "operand_" + std::to_string(k);
+        p.optional = true;
+      }
+      continue;
+    }
+    if (op.listed) continue;  // int[] program, float[] scalars
     Parameter p;
     p.optional = type.back() == '?';
     if (p.optional) type.pop_back();
@@ -89,9 +101,13 @@ std::string make_schema(const Operator& op, Mode mode, bool in_place = false) {
   s += (in_place ? "Tensor(a!) " : "Tensor ") + op.input;
   // A default is only legal where every later argument has one too; modes that append others drop it.
   const bool appends = mode == Mode::double_backward;
-  for (const Parameter& p : op.parameters) {
-    s += std::string(", ") + schema_type(p) + p.name;
-    if (!p.default_text.empty() && !appends) s += "=" + p.default_text;
+  if (op.listed) {
+    s += ", Tensor[] operands, int[] program, float[] scalars";
+  } else {
+    for (const Parameter& p : op.parameters) {
+      s += std::string(", ") + schema_type(p) + p.name;
+      if (!p.default_text.empty() && !appends) s += "=" + p.default_text;
+    }
   }
   if (op.dim) s += ", int dim" + (appends ? "" : "=" + std::to_string(*op.dim));
   if (has_direction(mode)) {
@@ -140,7 +156,7 @@ Operator describe(const char* name, const char* parameters, const char* expressi
   for (const char* text : {Entries::gradient...}) {
     if (*text) op.gradient += (op.gradient.empty() ? "" : "; ") + std::string(text);
   }
-  TORCH_INTERNAL_ASSERT(op.dim.has_value() == (op.operands > 0), name, ": dim exists where there are operands");
+  TORCH_INTERNAL_ASSERT(op.listed || op.dim.has_value() == (op.operands > 0), name, ": dim exists where there are operands");
   TORCH_INTERNAL_ASSERT(op.kernel_operands() <= kMaxOperands && op.scalars <= kMaxParameters, name);
   if (op.fixed) {
     // The compiled chain takes the scalars as they stand in the line.
@@ -150,7 +166,7 @@ Operator describe(const char* name, const char* parameters, const char* expressi
     for (int m = 0; m < kModes; ++m) op.dependencies[m] = dependencies(op.program, Mode(m));
   }
   for (int m = 0; m < kModes; ++m) op.schemas[m] = make_schema(op, Mode(m));
-  if (op.packing == Packing::none) op.in_place_schema = make_schema(op, Mode::forward, true);
+  if (op.packing == Packing::none && !op.listed) op.in_place_schema = make_schema(op, Mode::forward, true);
   return op;
 }
 
@@ -207,9 +223,10 @@ class StepWriter {
     const char* wrong = e.wrong(steps_.scalars + i.scalar);
     TORCH_CHECK_VALUE(!wrong, op_.label(), ": ", wrong, shown(scalars));
     if (i.code != Code::Add) {
-      // save, load, times what was saved: one multiplication by what would be loaded.
+      // save, load, times what was saved: one multiplication by what would be loaded. (A listed program may go on to
+      // read the slot.)
       Instruction* end = steps_.program.instruction + steps_.program.length;
-      if (i.code == Code::MulOperand && steps_.program.length > 1 && end[-1].code == Code::load &&
+      if (!op_.listed && i.code == Code::MulOperand && steps_.program.length > 1 && end[-1].code == Code::load &&
           end[-2].code == Code::save && end[-2].source == i.source) {
         i.source = end[-1].source;
         steps_.program.length -= 2;
@@ -245,9 +262,82 @@ class StepWriter {
   int next_scalar_ = 0, others_ = 0;
 };
 
+// All entries that a program may have, by code.
+const std::vector<Entry>& step_entries() {
+#define FUSED_ACT_ENTRY(STEP) Describe<STEP>::entry(),
+  static const std::vector<Entry> entries{FUSED_ACT_STEPS(FUSED_ACT_ENTRY)};
+#undef FUSED_ACT_ENTRY
+  return entries;
+}
+
+const char* const* step_names() {
+#define FUSED_ACT_NAME(STEP) #STEP,
+  static const char* const names[] = {FUSED_ACT_STEPS(FUSED_ACT_NAME)};
+#undef FUSED_ACT_NAME
+  return names;
+}
+
+// The steps of a listed operator, from lists that anything may be wrong with.
+Steps decode(const Operator& op, const Arguments& a) {
+  const std::vector<int64_t>& program = a.program;
+  TORCH_CHECK_VALUE(!program.empty() && program[0] == kProgramVersion, op.label(), ": program starts with ",
+                    program.empty() ? std::string("nothing") : std::to_string(program[0]), ", but must start with ",
+                    kProgramVersion, ", the version of its encoding");
+  TORCH_CHECK_VALUE(program.size() % 2 == 1, op.label(), ": program has ", program.size(),
+                    " elements, but a version and two for each step are an odd number");
+  const size_t length = program.size() / 2;
+  TORCH_CHECK_VALUE(length <= kMaxSteps, op.label(), ": program has ", length, " steps, but there can be ", kMaxSteps);
+  TORCH_CHECK_VALUE(a.list.size() <= kMaxScalars, op.label(), ": there are ", a.list.size(),
+                    " scalars, but there can be ", kMaxScalars);
+  Steps steps;
+  StepWriter writer(op, steps);
+  bool saved[kMaxSlots] = {};
+  size_t scalar = 0;
+  for (size_t n = 0; n < length; ++n) {
+    const int64_t code = program[1 + 2 * n], source = program[2 + 2 * n];
+    const auto at = [&] { return op.label() + ": step " + std::to_string(n) + " of program"; };
+    const bool step = code >= 0;
+    TORCH_CHECK_VALUE(code < int64_t(step_entries().size()) && code >= kProgramLoad, at(), " has the code ", code,
+                      ", but codes are ", kProgramLoad, " to ", step_entries().size() - 1);
+    const Entry& e = step_entries()[step ? code : 0];
+    const bool takes = code == kProgramLoad || (step && strchr(e.parameters, 'T'));
+    const int64_t slot = source - kMaxOperands;
+    if (code == kProgramSave) {
+      TORCH_CHECK_VALUE(slot >= 0 && slot < kMaxSlots, at(), " saves to ", source, ", but slots are ", kMaxOperands,
+                        " to ", kMaxOperands + kMaxSlots - 1);
+      saved[slot] = true;
+      writer.save(int(slot));
+      continue;
+    }
+    if (!takes) {
+      TORCH_CHECK_VALUE(source == -1, at(), " has the source ", source, ", but takes no operand (-1)");
+    } else if (source >= 0 && source < kMaxOperands) {
+      TORCH_CHECK_VALUE(a.operand[source].defined(), at(), " reads operand ", source, ", but there is no such operand");
+    } else {
+      TORCH_CHECK_VALUE(slot >= 0 && slot < kMaxSlots && saved[slot], at(), " reads ", source,
+                        ", which is no operand and no slot that was saved before");
+    }
+    if (code == kProgramLoad) {
+      writer.load(uint8_t(source));
+      continue;
+    }
+    std::vector<std::optional<double>> scalars;
+    for (const char* kind = e.parameters; *kind; ++kind) {
+      if (*kind == 'T') continue;
+      TORCH_CHECK_VALUE(scalar < a.list.size(), at(), " needs a scalar, but there are only ", a.list.size());
+      scalars.push_back(a.list[scalar++]);
+    }
+    writer.add(e, takes ? uint8_t(source) : Instruction::kNoSource, scalars);
+  }
+  TORCH_CHECK_VALUE(scalar == a.list.size(), op.label(), ": there are ", a.list.size(),
+                    " scalars, but the steps of program take ", scalar);
+  return steps;
+}
+
 }  // namespace
 
 Steps steps_of(const Operator& op, const Arguments& a) {
+  if (op.listed) return decode(op, a);
   Steps steps;
   steps.linear_until_last = steps.last_from_output = true;
   StepWriter writer(op, steps);
@@ -294,6 +384,7 @@ Steps steps_of(const Operator& op, const Arguments& a) {
         break;
       case Entry::halves:
       case Entry::pairs:
+      case Entry::listed:
         break;
       case Entry::save:
         writer.save(e.slot);
@@ -343,7 +434,8 @@ static bool has_mask(const Operator& op, Mode mode) {
 }
 
 int count_arguments(const Operator& op, Mode mode) {
-  return has_operand_gradients(mode) + 1 + static_cast<int>(op.parameters.size()) + op.dim.has_value() +
+  const int parameters = op.listed ? 3 : static_cast<int>(op.parameters.size());
+  return has_operand_gradients(mode) + 1 + parameters + op.dim.has_value() +
          (has_direction(mode) ? 1 + op.operands : 0) + has_mask(op, mode);
 }
 
@@ -354,8 +446,17 @@ Arguments unpack(const Operator& op, Mode mode, const torch::jit::Stack& stack) 
   Arguments a;
   if (has_operand_gradients(mode)) a.g = (next++)->toTensor();
   a.x = (next++)->toTensor();
+  if (op.listed) {
+    const auto operands = (next++)->toTensorVector();
+    TORCH_CHECK_VALUE(operands.size() <= kMaxOperands, op.label(), ": there are ", operands.size(),
+                      " operands, but there can be ", kMaxOperands);
+    std::copy(operands.begin(), operands.end(), a.operand);
+    a.program = (next++)->toIntVector();
+    a.list = (next++)->toDoubleVector();
+  }
   int operand = 0, scalar = 0;
   for (const Parameter& p : op.parameters) {
+    if (op.listed) break;
     const c10::IValue& value = *next++;
     switch (p.kind) {
       case Parameter::operand:
@@ -392,8 +493,17 @@ torch::jit::Stack pack(const Operator& op, Mode mode, const Arguments& a) {
   const auto optional = [](const at::Tensor& t) { return t.defined() ? c10::IValue(t) : c10::IValue(); };
   if (has_operand_gradients(mode)) stack.emplace_back(a.g);
   stack.emplace_back(a.x);
+  if (op.listed) {
+    c10::List<at::Tensor> operands;
+    for (const at::Tensor& t : a.operand)
+      if (t.defined()) operands.push_back(t);
+    stack.emplace_back(std::move(operands));
+    stack.emplace_back(a.program);
+    stack.emplace_back(a.list);
+  }
   int operand = 0, scalar = 0;
   for (const Parameter& p : op.parameters) {
+    if (op.listed) break;
     switch (p.kind) {
       case Parameter::operand:
         stack.push_back(optional(a.operand[operand++]));
@@ -983,11 +1093,12 @@ namespace py = pybind11;
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   using namespace fused_act;
+  using namespace py::literals;
   module.doc() = "The fused_act kernels as plain functions. Every function is also torch.ops.fused_act.<name>.";
 
   py::options options;
   options.disable_function_signatures();
-  py::list table;
+  py::list table, listed;
   for (const Operator& op : operators()) {
     py::list parameters;
     for (const Parameter& p : op.parameters) {
@@ -1034,10 +1145,22 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     entry["gradient"] = op.gradient;
     entry["origin"] = op.origin;
     entry["is_activation"] = op.is_activation();
+    py::list names;  // of its steps, where they are the same in every call
+    for (int n = 0; op.fixed && n < op.program.length; ++n) names.append(step_names()[int(op.program.instruction[n].code)]);
+    entry["steps"] = py::tuple(names);
     entry["schemas"] = schemas;
-    table.append(entry);
+    (op.listed ? listed : table).append(entry);
   }
   module.attr("_operators") = py::tuple(table);
+  module.attr("_listed_operators") = py::tuple(listed);
+  // What a program is made of: (name, parameters) by code.
+  py::list steps;
+  for (size_t code = 0; code < step_entries().size(); ++code)
+    steps.append(py::make_tuple(step_names()[code], step_entries()[code].parameters));
+  module.attr("_steps") = py::tuple(steps);
+  module.attr("_program") = py::dict(
+      "version"_a = kProgramVersion, "save"_a = kProgramSave, "load"_a = kProgramLoad, "steps"_a = kMaxSteps,
+      "operands"_a = kMaxOperands, "slots"_a = kMaxSlots, "scalars"_a = kMaxScalars);
   module.def("cpu_capability", [] { return cpu_capability().name; },
              "cpu_capability() -> str\n\nThe SIMD level of the CPU kernels in use: AVX512, AVX2 or DEFAULT.");
 #if defined(FUSED_ACT_WITH_CUDA)

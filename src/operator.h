@@ -33,6 +33,9 @@ struct Operator {
   std::vector<Parameter> parameters;
   std::vector<Entry> entries;
   bool fixed = false;  // its steps are the same in every call: `program` and `dependencies` hold
+  // Its steps are given in each call. Its operands, scalars and steps are lists in the schema; the parameters are the
+  // operands that there can be.
+  bool listed = false;
   Packing packing = Packing::none;
   int operands = 0, scalars = 0;
   std::optional<int64_t> dim;  // the default of the parameter "dim", where there is one
@@ -52,6 +55,10 @@ struct Operator {
   bool is_activation() const { return fixed && operands == 0; }
 };
 
+// The encoding of a listed operator's program: its version, and then for each step its place in FUSED_ACT_STEPS (or one of
+// these) and where its operand comes from: -1 nowhere, 0 to 3 operand k, 4 to 6 slot k - 4.
+constexpr int64_t kProgramVersion = 1, kProgramSave = -1, kProgramLoad = -2;
+
 constexpr const char* kModeSuffixes[kModes] = {"", "_jvp", "_backward", "_double_backward"};
 
 // The list, in its order.
@@ -64,12 +71,14 @@ const std::vector<Operator>& operators();
 //   backward         (g, x, parameters..., dim, output_mask)
 //   double backward  (g, x, parameters..., dim, u, v..., output_mask)
 //
-// dim exists where the operator has operands, and so does backward's output_mask. Outputs are numbered as returned:
+// dim exists where a parameter says so, and backward's output_mask where the operator has operands. Outputs are numbered as returned:
 // the full ones first, then a gradient for each operand.
 struct Constants {
   std::optional<double> scalars[kMaxParameters];
   std::string activation;
-  int64_t dim = 1;
+  std::vector<int64_t> program;  // of a listed operator
+  std::vector<double> list;
+  int64_t dim = -1;
   bool asked[2 + kMaxOperands] = {true, true, true, true, true, true};
 };
 struct Arguments : Constants {

@@ -58,6 +58,7 @@ class Operator:
         derived: the dispatcher operators that its derivatives are made of.
         in_place: the name of the variant that overwrites its first tensor, or None.
         is_activation: whether it can be named where an operator takes an activation.
+        steps: the names of its steps, which take the parameters in order, where they are the same in every call.
     """
 
     name: str
@@ -73,6 +74,7 @@ class Operator:
     derived: tuple[str, ...]
     in_place: str | None
     is_activation: bool
+    steps: tuple[str, ...]
 
     @property
     def operands(self) -> tuple[str, ...]:
@@ -90,7 +92,7 @@ def _read() -> tuple[Operator, ...]:
     for entry in _C._operators:
         name, schemas = entry["name"], entry["schemas"]
         in_place = f"{name}_" if f"{name}_" in schemas else None
-        same = ("name", "input", "dim", "packing", "expression", "gradient", "origin", "is_activation")
+        same = ("name", "input", "dim", "packing", "expression", "gradient", "origin", "is_activation", "steps")
         table.append(
             Operator(
                 **{key: entry[key] for key in same},

@@ -62,6 +62,8 @@ struct Arithmetic {
   FUSED_ACT_FN static float expm1(float a) { return ::expm1f(a); }
   FUSED_ACT_FN static float log1p(float a) { return ::log1pf(a); }
   FUSED_ACT_FN static float tanh(float a) { return ::tanhf(a); }
+  FUSED_ACT_FN static float log(float a) { return ::logf(a); }
+  FUSED_ACT_FN static float sqrt(float a) { return __fsqrt_rn(a); }
   FUSED_ACT_FN static double quotient(double a, double b) { return __ddiv_rn(a, b); }
   FUSED_ACT_FN static double ratio(double a, double b) { return __ddiv_rn(a, b); }
   FUSED_ACT_FN static double fma(double a, double b, double c) { return __fma_rn(a, b, c); }
@@ -70,6 +72,8 @@ struct Arithmetic {
   FUSED_ACT_FN static double expm1(double a) { return ::expm1(a); }
   FUSED_ACT_FN static double log1p(double a) { return ::log1p(a); }
   FUSED_ACT_FN static double tanh(double a) { return ::tanh(a); }
+  FUSED_ACT_FN static double log(double a) { return ::log(a); }
+  FUSED_ACT_FN static double sqrt(double a) { return __dsqrt_rn(a); }
   FUSED_ACT_FN static double erfc(double a) { return ::erfc(a); }
 #else
   FUSED_ACT_FN static N add(N a, N b) { return a + b; }
@@ -84,6 +88,8 @@ struct Arithmetic {
   FUSED_ACT_FN static N expm1(N a) { return std::expm1(a); }
   FUSED_ACT_FN static N log1p(N a) { return std::log1p(a); }
   FUSED_ACT_FN static N tanh(N a) { return std::tanh(a); }
+  FUSED_ACT_FN static N log(N a) { return std::log(a); }
+  FUSED_ACT_FN static N sqrt(N a) { return std::sqrt(a); }
   FUSED_ACT_FN static double erfc(double a) { return std::erfc(a); }
 #endif
   FUSED_ACT_FN static N negative(N a) { return -a; }
@@ -316,6 +322,8 @@ struct Arithmetic<Trace> {
   static Trace expm1(Trace a) { return smooth(a); }
   static Trace log1p(Trace a) { return smooth(a); }
   static Trace tanh(Trace a) { return smooth(a); }
+  static Trace log(Trace a) { return smooth(a); }
+  static Trace sqrt(Trace a) { return smooth(a); }
   static Mask compare(Trace a, Trace b) { return {TraceMask::sometimes, a.inputs | b.inputs}; }
   static Mask less(Trace a, Trace b) { return compare(a, b); }
   static Mask less_equal(Trace a, Trace b) { return compare(a, b); }

@@ -189,7 +189,11 @@
   OPERATOR(swiglu_oai, "Tensor x, float alpha=1.702, float limit=7",                                                   \
     "gate, up = clamp(x[..., ::2], max=limit), clamp(x[..., 1::2], -limit, limit); gate * torch.sigmoid(alpha * gate) * (up + 1)", \
     "gpt-oss; vLLM SwigluOAIAndMul",                                                                                   \
-    Pairs, Given<MinScalar, 2>, Given<SiluScaled, 1>, Save<0>, Load, Given<AbsClamp, 2>, AddOne, Saved<MulOperand, 0>)
+    Pairs, Given<MinScalar, 2>, Given<SiluScaled, 1>, Save<0>, Load, Given<AbsClamp, 2>, AddOne, Saved<MulOperand, 0>) \
+  OPERATOR(chain, "Tensor x, Tensor[] operands, int[] program, float[] scalars",                                       \
+    "the steps of program, one after the other",                                                                       \
+    "what fused_act.fuse makes of a run of pointwise operations",                                                      \
+    Listed)
 // clang-format on
 
 namespace fused_act::ops {

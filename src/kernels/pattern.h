@@ -20,6 +20,12 @@ struct Halves {
 };
 struct Pairs : Halves {};
 
+// Alone in a line: the steps are given in each call.
+struct Listed {
+  static constexpr const char* parameters = "";
+  static constexpr const char* gradient = "";
+};
+
 // slot = value; value = operand; and a step whose operand is a slot.
 template <int slot>
 struct Save {
@@ -45,7 +51,7 @@ struct Given {
 
 // One entry of a line, as data.
 struct Entry {
-  enum Kind { step, activation, halves, pairs, save, load } kind = step;
+  enum Kind { step, activation, halves, pairs, listed, save, load } kind = step;
   Code code = Code::load;
   const char* parameters = "";
   const double* absent = nullptr;  // what a scalar of the step is where None is given; else the step is left out
@@ -82,6 +88,8 @@ template <>
 struct Describe<Halves> : DescribeKind<Entry::halves> {};
 template <>
 struct Describe<Pairs> : DescribeKind<Entry::pairs> {};
+template <>
+struct Describe<Listed> : DescribeKind<Entry::listed> {};
 template <>
 struct Describe<Activation> : DescribeKind<Entry::activation> {
   static Entry entry() {

@@ -219,6 +219,70 @@ FUSED_ACT_FN N hardswish(const N& x) {
   }
 }
 
+// The lesser or the greater of two tensors' elements. NaN in either gives NaN. Derivatives: one half to each at a tie, 1 to
+// both at NaN (torch.minimum, torch.maximum).
+template <bool least, class N>
+FUSED_ACT_FN N extreme(const N& a, const N& b) {
+  using A = Arithmetic<N>;
+  if constexpr (is_dual<N>::value) {
+    using B = Arithmetic<decltype(base(a))>;
+    const auto va = base(a), vb = base(b);
+    const auto tie = B::equal(va, vb), first = B::less(va, vb), second = B::less(vb, va);
+    const auto half = [&](const auto& t) { return select(tie, scale(t, compute_t<N>(0.5)), t); };
+    N r = chain_rule(a, extreme<least>(a.value, b.value), B::negate(least ? second : first), half);
+    const N other = chain_rule(b, r.value, B::negate(least ? first : second), half);
+    for (int k = 0; k < int(sizeof(r.tangent) / sizeof(r.tangent[0])); ++k)
+      accumulate(r.tangent[k], r.active[k], other.tangent[k], other.active[k]);
+    return r;
+  } else {
+    const auto keep = least ? A::less_equal(a, b) : A::less_equal(b, a);
+    return select(A::either(keep, A::negate(A::equal(a, a))), a, b);
+  }
+}
+
+// max(x, c) with c a number. NaN in either gives NaN. Derivative: 1 at c, 0 at NaN (torch.clamp(x, min=c)).
+template <class N>
+FUSED_ACT_FN N raised(const N& x, compute_t<N> c) {
+  if constexpr (is_dual<N>::value) {
+    using B = Arithmetic<decltype(base(x))>;
+    return chain_rule(x, raised(x.value, c), B::less_equal(B::constant(c), base(x)), [](const auto& t) { return t; });
+  } else {
+    if (!(c == c)) return constant<N>(c);
+    return select(below(x, c), constant<N>(c), x);
+  }
+}
+
+// The square root and the natural logarithm; their derivatives are infinite at 0, as in autograd.
+template <class N>
+FUSED_ACT_FN N square_root(const N& x) {
+  if constexpr (is_dual<N>::value) {
+    const auto value = square_root(x.value);
+    return smooth(x, value, quotient(constant<std::decay_t<decltype(value)>>(compute_t<N>(0.5)), value));
+  } else {
+    return Arithmetic<N>::sqrt(x);
+  }
+}
+template <class N>
+FUSED_ACT_FN N logarithm(const N& x) {
+  if constexpr (is_dual<N>::value) {
+    const auto one = constant<std::decay_t<decltype(x.value)>>(compute_t<N>(1));
+    return smooth(x, logarithm(x.value), quotient(one, x.value));
+  } else {
+    return Arithmetic<N>::log(x);
+  }
+}
+
+// 1 / x. Derivative: -(1 / x)^2, which does not overflow where x^2 would.
+template <class N>
+FUSED_ACT_FN N inverse(const N& x) {
+  if constexpr (is_dual<N>::value) {
+    const auto value = inverse(x.value);
+    return smooth(x, value, negative(mul(value, value)));
+  } else {
+    return quotient(constant<N>(1), x);
+  }
+}
+
 // e^x.
 template <class N>
 FUSED_ACT_FN N exponential(const N& x) {

@@ -383,12 +383,156 @@ struct Div : Step {
   }
 };
 
-// Every step, once: what a Program may be made of.
+// Steps that no operator of the list takes, for chains.
+
+struct Sub : Step {
+  static constexpr const char* parameters = "T";
+  template <class N>
+  FUSED_ACT_FN static N apply(const N& x, const N* operand, const Scalar<compute_t<N>>*) {
+    return sub(x, operand[0]);
+  }
+};
+
+// operand - x.
+struct SubFrom : Step {
+  static constexpr const char* parameters = "T";
+  template <class N>
+  FUSED_ACT_FN static N apply(const N& x, const N* operand, const Scalar<compute_t<N>>*) {
+    return sub(operand[0], x);
+  }
+};
+
+struct DivOperand : Step {
+  static constexpr const char* parameters = "T";
+  template <class N>
+  FUSED_ACT_FN static N apply(const N& x, const N* operand, const Scalar<compute_t<N>>*) {
+    return quotient(x, operand[0]);
+  }
+};
+
+// operand / x.
+struct DivInto : Step {
+  static constexpr const char* parameters = "T";
+  template <class N>
+  FUSED_ACT_FN static N apply(const N& x, const N* operand, const Scalar<compute_t<N>>*) {
+    return quotient(operand[0], x);
+  }
+};
+
+struct Minimum : Step {
+  static constexpr const char* parameters = "T";
+  static constexpr const char* gradient = "minimum: one half to each at a tie";
+  template <class N>
+  FUSED_ACT_FN static N apply(const N& x, const N* operand, const Scalar<compute_t<N>>*) {
+    return extreme<true>(x, operand[0]);
+  }
+};
+
+struct Maximum : Step {
+  static constexpr const char* parameters = "T";
+  static constexpr const char* gradient = "maximum: one half to each at a tie";
+  template <class N>
+  FUSED_ACT_FN static N apply(const N& x, const N* operand, const Scalar<compute_t<N>>*) {
+    return extreme<false>(x, operand[0]);
+  }
+};
+
+// x + weight (operand - x), from the nearer end, as torch.lerp.
+struct Lerp : Step {
+  static constexpr const char* parameters = "Tf";
+  template <class N>
+  FUSED_ACT_FN static N apply(const N& x, const N* operand, const Scalar<compute_t<N>>* s) {
+    using C = compute_t<N>;
+    const N difference = sub(operand[0], x);
+    if (s[0].value < C(0.5) && s[0].value > C(-0.5)) return add(x, scale(difference, s[0].value));
+    return sub(operand[0], scale(difference, C(1) - s[0].value));
+  }
+};
+
+// clamp(x, min=c).
+struct MaxScalar : Step {
+  static constexpr const char* parameters = "f";
+  static constexpr const char* gradient = "clamp: 1 at the bound";
+  template <class N>
+  FUSED_ACT_FN static N apply(const N& x, const N*, const Scalar<compute_t<N>>* s) {
+    return raised(x, s[0].value);
+  }
+};
+
+// scalar - x.
+struct ShiftFrom : Step {
+  static constexpr const char* parameters = "f";
+  template <class N>
+  FUSED_ACT_FN static N apply(const N& x, const N*, const Scalar<compute_t<N>>* s) {
+    return shift(negative(x), s[0].value);
+  }
+};
+
+struct Neg : Step {
+  template <class N>
+  FUSED_ACT_FN static N apply(const N& x, const N*, const Scalar<compute_t<N>>*) {
+    return negative(x);
+  }
+};
+
+struct Abs : Step {
+  static constexpr const char* gradient = "abs: 0 at 0";
+  template <class N>
+  FUSED_ACT_FN static N apply(const N& x, const N*, const Scalar<compute_t<N>>*) {
+    return absolute(x);
+  }
+};
+
+struct Exp : HeavyStep {
+  template <class N>
+  FUSED_ACT_FN static N apply(const N& x, const N*, const Scalar<compute_t<N>>*) {
+    return exponential(x);
+  }
+};
+
+struct Log : HeavyStep {
+  template <class N>
+  FUSED_ACT_FN static N apply(const N& x, const N*, const Scalar<compute_t<N>>*) {
+    return logarithm(x);
+  }
+};
+
+struct Sqrt : Step {
+  template <class N>
+  FUSED_ACT_FN static N apply(const N& x, const N*, const Scalar<compute_t<N>>*) {
+    return square_root(x);
+  }
+};
+
+struct Rsqrt : Step {
+  template <class N>
+  FUSED_ACT_FN static N apply(const N& x, const N*, const Scalar<compute_t<N>>*) {
+    return inverse(square_root(x));
+  }
+};
+
+struct Reciprocal : Step {
+  template <class N>
+  FUSED_ACT_FN static N apply(const N& x, const N*, const Scalar<compute_t<N>>*) {
+    return inverse(x);
+  }
+};
+
+struct Cube : Step {
+  template <class N>
+  FUSED_ACT_FN static N apply(const N& x, const N*, const Scalar<compute_t<N>>*) {
+    return mul(mul(x, x), x);
+  }
+};
+
+// Every step, once: what a Program may be made of. A chain names a step by its place, so the list only grows, at its end.
 #define FUSED_ACT_STEPS(STEP)                                                                                         \
   STEP(Relu) STEP(LeakyRelu) STEP(Relu6) STEP(Hardtanh) STEP(Clamp) STEP(AbsClamp) STEP(MinScalar) STEP(Threshold)    \
   STEP(FatRelu) STEP(Hardshrink) STEP(Softshrink) STEP(Hardsigmoid) STEP(Hardswish) STEP(HardswishWritten)            \
   STEP(HardMish) STEP(Square) STEP(Softsign) STEP(Sigmoid) STEP(Logsigmoid) STEP(Tanh) STEP(Tanhshrink)               \
   STEP(Softplus) STEP(Elu) STEP(Celu) STEP(Selu) STEP(Silu) STEP(SiluScaled) STEP(QuickGelu) STEP(Gelu)               \
-  STEP(GeluTanh) STEP(Mish) STEP(Min) STEP(Add) STEP(MulOperand) STEP(Shift) STEP(AddOne) STEP(Mul) STEP(Div)
+  STEP(GeluTanh) STEP(Mish) STEP(Min) STEP(Add) STEP(MulOperand) STEP(Shift) STEP(AddOne) STEP(Mul) STEP(Div)            \
+  STEP(Sub) STEP(SubFrom) STEP(DivOperand) STEP(DivInto) STEP(Minimum) STEP(Maximum) STEP(Lerp) STEP(MaxScalar)       \
+  STEP(ShiftFrom) STEP(Neg) STEP(Abs) STEP(Exp) STEP(Log) STEP(Sqrt) STEP(Rsqrt) STEP(Reciprocal) STEP(Cube)
 
 }  // namespace fused_act

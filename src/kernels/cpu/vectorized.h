@@ -28,6 +28,8 @@ struct Arithmetic<at::vec::Vectorized<C>> {
   static N expm1(const N& a) { return a.expm1(); }
   static N log1p(const N& a) { return a.log1p(); }
   static N tanh(const N& a) { return a.tanh(); }
+  static N log(const N& a) { return a.log(); }
+  static N sqrt(const N& a) { return a.sqrt(); }
   static N erfc(const N& a) { return a.erfc(); }
   // at::vec::fmadd is an FMA where the instruction set is known to have one; elsewhere it is a product and a sum.
   static N fma(const N& a, const N& b, const N& c) {

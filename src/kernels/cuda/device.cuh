@@ -53,6 +53,8 @@ struct Arithmetic<Lanes<C, V>> {
   FUSED_ACT_UNARY(expm1)
   FUSED_ACT_UNARY(log1p)
   FUSED_ACT_UNARY(tanh)
+  FUSED_ACT_UNARY(log)
+  FUSED_ACT_UNARY(sqrt)
   FUSED_ACT_FN static N fma(const N& a, const N& b, const N& c) {
     FUSED_ACT_LANEWISE(N, A::fma(a.lane[j], b.lane[j], c.lane[j]))
   }
@@ -212,8 +214,12 @@ struct Divider {
   __device__ __forceinline__ int64_t quotient(int64_t n) const {
     if (wide) return n / divisor;
     const uint32_t m = static_cast<uint32_t>(n);
-    return (__umulhi(m, magic) + m) >> shift;
+    return small(m);
   }
+  __device__ __forceinline__ uint32_t quotient(uint32_t n) const { return small(n); }  // of dividends below 2^31 only
+
+ private:
+  __device__ __forceinline__ uint32_t small(uint32_t n) const { return (__umulhi(n, magic) + n) >> shift; }
 };
 
 // The sum over a group of `width` neighbouring lanes (a power of two), in a fixed order.

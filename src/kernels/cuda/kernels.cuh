@@ -55,6 +55,7 @@ constexpr int64_t kWarpElements = 2048;
 enum class Access : int {
   constant,  // a value from the host, or not read
   scalar,    // one element
+  row,       // channel form, whole vectors per channel
   rows,      // channel form, at least a vector per channel: a vector meets two channels at most
   dense,     // stride 1 and inner = 1, aligned: a vector of the operand beside each vector of x
   walk,      // channel form, element by element
@@ -68,9 +69,11 @@ struct Lay {
   bool pair = false;
 };
 
-// Consecutive elements of the walk, of which those in [lo, hi) are wanted.
+// Consecutive elements of the walk, of which those in [lo, hi) are wanted. An index has 32 bits where a tensor
+// has less than 2^31 elements, 64 where that is not known.
+template <class Index>
 struct Part {
-  int64_t i, row;
+  Index i, row;
   int lo, hi;
 };
 
@@ -87,42 +90,43 @@ struct OperandArg {
   Lay lay;
 };
 
-template <bool constant, int bytes, int n>
-__device__ __forceinline__ Bits<bytes, n> load_full(const void* p, const Lay& lay, const Part& at) {
+template <bool constant, int bytes, int n, class Index>
+__device__ __forceinline__ Bits<bytes, n> load_full(const void* p, const Lay& lay, const Part<Index>& at) {
   if (!lay.pair) return load_bits<constant, bytes, n>(p, at.i + at.row * lay.extra, at.lo, at.hi);
   Bits<bytes, n> out;
   if (at.lo == 0 && at.hi == n) {  // both halves of the pairs, of which this tensor has one
     const int odd = reinterpret_cast<uintptr_t>(p) / bytes % 2;
-    const auto both = load_bits<constant, bytes, 2 * n>(p, 2 * at.i - odd, 0, 2 * n);
+    const auto both = load_bits<constant, bytes, 2 * n>(p, 2 * int64_t(at.i) - odd, 0, 2 * n);
 #pragma unroll
     for (int j = 0; j < n; ++j) out.element[j] = odd ? both.element[2 * j + 1] : both.element[2 * j];
   } else {
-    const auto* from = static_cast<const typename Bits<bytes, n>::Word*>(p) + 2 * at.i;
+    const auto* from = static_cast<const typename Bits<bytes, n>::Word*>(p) + 2 * int64_t(at.i);
 #pragma unroll
     for (int j = 0; j < n; ++j) out.element[j] = j >= at.lo && j < at.hi ? from[2 * j] : 0;
   }
   return out;
 }
 
-template <int bytes, int n>
-__device__ __forceinline__ void store_full(void* p, const Lay& lay, const Part& at, const Bits<bytes, n>& bits) {
+template <int bytes, int n, class Index>
+__device__ __forceinline__ void store_full(void* p, const Lay& lay, const Part<Index>& at, const Bits<bytes, n>& bits) {
   if (!lay.pair) return store_bits(p, at.i + at.row * lay.extra, at.lo, at.hi, bits);
-  auto* to = static_cast<typename Bits<bytes, n>::Word*>(p) + 2 * at.i;
+  auto* to = static_cast<typename Bits<bytes, n>::Word*>(p) + 2 * int64_t(at.i);
 #pragma unroll
   for (int j = 0; j < n; ++j)
     if (j >= at.lo && j < at.hi) to[2 * j] = bits.element[j];
 }
 
 // Where a vector of x lies along the axis of an operand; operands along one axis share it.
+template <class Index>
 struct AxisPlace {
   int axis = -1;
-  int64_t channel, rest;
+  Index channel, rest;
 };
 
 // The n elements beside a part of x, whose elements have `bytes`. The operand's are of x's type or of the compute type.
-template <int bytes, int n>
-__device__ __forceinline__ Lanes<Compute<bytes>, n> load_operand(const OperandArg<Compute<bytes>>& o, const Part& at,
-                                                                 AxisPlace& place) {
+template <int bytes, int n, class Index>
+__device__ __forceinline__ Lanes<Compute<bytes>, n> load_operand(const OperandArg<Compute<bytes>>& o,
+                                                                 const Part<Index>& at, AxisPlace<Index>& place) {
   using C = Compute<bytes>;
   Lanes<C, n> out;
   const auto elements = [&](auto load) {  // load(bytes) gives Bits
@@ -145,28 +149,30 @@ __device__ __forceinline__ Lanes<Compute<bytes>, n> load_operand(const OperandAr
     return out;
   }
   if (place.axis != o.axis) {
-    const int64_t plane = o.by_inner.quotient(at.i);
-    place.rest = at.i - plane * o.inner;
-    place.channel = o.wraps ? plane - o.by_channels.quotient(plane) * o.channels : plane;
+    const Index inner = Index(o.inner), plane = o.by_inner.quotient(at.i);
+    place.rest = at.i - plane * inner;
+    place.channel = o.wraps ? plane - o.by_channels.quotient(plane) * Index(o.channels) : plane;
     place.axis = o.axis;
   }
-  int64_t channel = place.channel;
+  Index channel = place.channel;
   if (o.access == Access::dense)
     return elements([&](auto size) { return load_bits<true, decltype(size)::value, n>(o.data, channel, at.lo, at.hi); });
-  if (o.access == Access::rows) {
+  const int64_t stride = o.stride;
+  if (o.access == Access::row || o.access == Access::rows) {
     // lo > 0 only where a vector straddles two rows; both values are then loaded, as at the end of a row.
-    const C here = one(channel * o.stride);
-    const int left = o.inner - place.rest < n ? int(o.inner - place.rest) : n;
+    const C here = one(channel * stride);
+    if (o.access == Access::row) return constant<Lanes<C, n>>(here);
+    const int left = Index(o.inner) - place.rest < n ? int(Index(o.inner) - place.rest) : n;
     C next = here;
-    if (at.hi > left) next = one((channel + 1 == o.channels ? 0 : channel + 1) * o.stride);
+    if (at.hi > left) next = one((channel + 1 == o.channels ? 0 : channel + 1) * stride);
 #pragma unroll
     for (int j = 0; j < n; ++j) out.lane[j] = j < left ? here : next;
     return out;
   }
-  int64_t rest = place.rest;
+  Index rest = place.rest;
 #pragma unroll
   for (int j = 0; j < n; ++j) {
-    out.lane[j] = j >= at.lo && j < at.hi ? one(channel * o.stride) : C(0);
+    out.lane[j] = j >= at.lo && j < at.hi ? one(channel * stride) : C(0);
     if (++rest == o.inner) {
       rest = 0;
       if (++channel == o.channels) channel = 0;
@@ -180,14 +186,14 @@ __device__ __forceinline__ Lanes<Compute<bytes>, n> load_operand(const OperandAr
 // How the gradient of an operand leaves the kernel.
 enum class Emit : int { none, store, reduce };
 
-// What only a Program has: layouts of the full tensors, and the entries of its scratch memory.
+// What only a Program has: layouts of the full tensors, and the entries of its scratch memory. Operand k has entry k, and
+// slot k has kMaxOperands + k: as a step names its source.
 struct ProgramPlan {
   bool pitched = false;
   Divider by_inner;
   Lay x, g, out, gradient[kMaxOperands];
-  int operand[kMaxOperands] = {-1, -1, -1, -1};  // of an operand that is read from a tensor
-  int operands = 0;                              // the last of which is before this one
-  int slots = 0, tape = 0, sums = 0, entries = 0;
+  int operands = 0;  // that have entries
+  int tape = 0, sums = 0, entries = 0;
 };
 
 template <class Op, class C>
@@ -210,8 +216,8 @@ struct Args {
 };
 
 // The gradient of an operand that is as large as x: in x's type or in the compute type.
-template <int bytes, class A, int n>
-__device__ __forceinline__ void store_gradient(const A& a, int k, const Lay& lay, const Part& at,
+template <int bytes, class A, int n, class Index>
+__device__ __forceinline__ void store_gradient(const A& a, int k, const Lay& lay, const Part<Index>& at,
                                                const Lanes<Compute<bytes>, n>& values) {
   if (bytes == 2 && a.gradient_dtype[k] == Dtype::f32)
     return store_full(a.gradient[k], lay, at, to_bits<sizeof(Compute<bytes>), n>(values, Dtype::f32));
@@ -226,12 +232,12 @@ struct VectorIo {
   static constexpr int V = kVector<bytes>;
   using N = Lanes<C, V>;
   const Args<Op, C>& a;
-  const Part& at;
+  const Part<int64_t>& at;
   Sums& sums;
   N loaded[Args<Op, C>::O];
 
   __device__ __forceinline__ void load() {
-    AxisPlace place;
+    AxisPlace<int64_t> place;
 #pragma unroll
     for (int k = 0; k < Op::kOperands; ++k) loaded[k] = load_operand<bytes, V>(a.operand[k], at, place);
   }
@@ -262,7 +268,7 @@ __device__ __forceinline__ void process(const Args<Op, Compute<bytes>>& a, int64
   using Io = VectorIo<Op, bytes, Sums>;
   using N = typename Io::N;
   constexpr int V = Io::V;
-  const Part at{i, 0, lo, hi};
+  const Part<int64_t> at{i, 0, lo, hi};
   Io io{a, at, sums, {}};
   // Operands first in forward: the other way round it needs 38 registers and not 30, a multiprocessor holds 6 blocks and
   // not 8, and bfloat16 with a bias takes 1.07 to 1.09 times the copy and not 1.00. In forward x may be the output, too.

@@ -32,7 +32,7 @@ class Launcher {
       : request_(r), geometry_(geometry), cuda_(cuda) {
     fill(op);
     if constexpr (kVectors) {
-      flat_ = vectors_ = size_of(r.dtype) == bytes;
+      flat_ = vectors_ = size_of(r.dtype) == bytes && (!Op::kDynamic || r.numel <= kProgramElements);
       for_each_full([&](const void* p, int row, Lay& lay, Dtype dtype) { look(p, row, lay, dtype); });
       for (int k = 0; k < O; ++k) look_at_operand(r.operand[k], kOperand + k, args_.operand[k]);
     }
@@ -159,13 +159,16 @@ class Launcher {
     arg.axis = static_cast<int>(&arg - args_.operand);
     for (int k = arg.axis - 1; k >= 0; --k) {
       const OperandArg<C>& other = args_.operand[k];
-      const bool along = other.access == Access::rows || other.access == Access::dense || other.access == Access::walk;
-      if (request_.operand[k].data && along && other.inner == arg.inner && other.channels == arg.channels &&
+      const bool along = other.access != Access::constant && other.access != Access::scalar && other.access != Access::full;
+      if (along && other.inner == arg.inner && other.channels == arg.channels &&
           other.wraps == arg.wraps)
         arg.axis = k;
     }
     const bool dense = f.inner == 1 && f.stride == 1 && aligned(o.data) && (!arg.wraps || f.channels % kElements == 0);
-    arg.access = dense ? Access::dense : f.inner >= kElements ? Access::rows : Access::walk;
+    arg.access = dense                       ? Access::dense
+                 : f.inner % kElements == 0 ? Access::row
+                 : f.inner >= kElements     ? Access::rows
+                                            : Access::walk;
   }
 
   // Decides how each operand's gradient is computed.
@@ -204,14 +207,12 @@ class Launcher {
     ProgramPlan& plan = args_.plan;
     const int tape = args_.op.assign_tape();
     if constexpr (kVectors) {
-      for (int k = 0; k < O; ++k)
-        if (request_.operand[k].data) {
-          plan.operand[k] = plan.entries++;
-          plan.operands = k + 1;
-        }
-      plan.slots = plan.entries;
-      plan.entries += args_.op.slots;
-      plan.tape = plan.entries;
+      // An operand that no asked result depends on is read by steps all the same, as a constant.
+      for (int n = 0; n < args_.op.length; ++n) {
+        const uint8_t source = args_.op.instruction[n].source;
+        if (source < kMaxOperands) plan.operands = std::max(plan.operands, source + 1);
+      }
+      plan.tape = plan.entries = args_.op.slots ? kMaxOperands + args_.op.slots : plan.operands;
       if (mode == Mode::backward) plan.entries += tape;
       plan.sums = plan.entries;
       if (any(Plan::fused) && main_.inner == 1) plan.entries += O;

@@ -6,8 +6,8 @@
 //   strided_kernel           any strides, any mode
 //   reduce_kernel            the gradient of one operand, any strides and any broadcast pattern
 //
-// The first three are for float32 arithmetic and the two modes of training. A thread takes eight elements, so that the
-// cost of finding out what to do is shared by eight.
+// The first three are for float32 arithmetic, the two modes of training and up to kProgramElements, so that an index has
+// 32 bits. A thread takes eight elements, so that the cost of finding out what to do is shared by eight.
 #pragma once
 
 #include "kernels.cuh"
@@ -17,6 +17,8 @@ namespace fused_act {
 // ---- groups of eight --------------------------------------------------------------------------------------------
 
 constexpr int kGroup = 8;
+// Divider wants indices below 2^31, beyond which a block may go by what it takes at a time.
+constexpr int64_t kProgramElements = (int64_t(1) << 31) - (1 << 16);
 using GroupLanes = Lanes<float, kGroup>;
 
 // Eight elements: consecutive ones of a 16-bit type, or two times four of float32, so that neighbouring threads read
@@ -24,7 +26,7 @@ using GroupLanes = Lanes<float, kGroup>;
 template <int bytes>
 struct Group {
   static constexpr int n = kVector<bytes>, kParts = kGroup / n;
-  Part part[kParts];
+  Part<uint32_t> part[kParts];
 
   // Is lane j wanted?
   __device__ __forceinline__ bool has(int j) const { return j % n >= part[j / n].lo && j % n < part[j / n].hi; }
@@ -32,15 +34,14 @@ struct Group {
 
 // The vectors at i, i + apart..., cut to [start, end).
 template <int bytes>
-__device__ __forceinline__ Group<bytes> make_group(int64_t i, int64_t apart, int64_t start, int64_t end) {
+__device__ __forceinline__ Group<bytes> make_group(uint32_t i, uint32_t apart, uint32_t start, uint32_t end) {
   using G = Group<bytes>;
   G at;
 #pragma unroll
   for (int p = 0; p < G::kParts; ++p) {
-    Part& part = at.part[p];
-    part = {i + p * apart, 0, 0, G::n};
-    if (part.i < start) part.lo = int(min(start - part.i, int64_t(G::n)));
-    if (end - part.i < G::n) part.hi = int(max(end - part.i, int64_t(0)));
+    at.part[p] = {i + p * apart, 0, 0, G::n};
+    if (at.part[p].i < start) at.part[p].lo = min(start - at.part[p].i, uint32_t(G::n));
+    if (end - at.part[p].i < G::n || at.part[p].i > end) at.part[p].hi = at.part[p].i < end ? end - at.part[p].i : 0;
   }
   return at;
 }
@@ -125,11 +126,11 @@ struct SharedMemory {
   const ProgramPlan& plan;
 
 #if defined(__CUDA_ARCH__)
-  FUSED_ACT_FN GroupLanes slot(int k) { return scratch.read(plan.slots + k); }
-  FUSED_ACT_FN void save(int k, const GroupLanes& x) { scratch.write(plan.slots + k, x); }
-  FUSED_ACT_FN Cotangent<GroupLanes> cotangent(int k) { return scratch.read_masked(plan.slots + k); }
+  FUSED_ACT_FN GroupLanes slot(int k) { return scratch.read(kMaxOperands + k); }
+  FUSED_ACT_FN void save(int k, const GroupLanes& x) { scratch.write(kMaxOperands + k, x); }
+  FUSED_ACT_FN Cotangent<GroupLanes> cotangent(int k) { return scratch.read_masked(kMaxOperands + k); }
   FUSED_ACT_FN void save(int k, const Cotangent<GroupLanes>& c) {
-    scratch.write_masked(plan.slots + k, c.value, c.active);
+    scratch.write_masked(kMaxOperands + k, c.value, c.active);
   }
   FUSED_ACT_FN void record(int, int entry, int which, const GroupLanes& slope, const LaneMask<kGroup>& active) {
     scratch.write_masked(plan.tape + entry + which, slope, active);
@@ -155,21 +156,21 @@ struct GroupIo {
   Sums& sums;
 
   __device__ __forceinline__ void load() {
-    AxisPlace place[Group<bytes>::kParts];
-#pragma unroll 1
-    for (int k = 0; k < a.plan.operands; ++k) {
-      if (a.plan.operand[k] < 0) continue;
-      AxisPlace* next = place;
-      scratch.write(a.plan.operand[k], load_group(at, [&](const Part& part) {
-                      return load_operand<bytes, Group<bytes>::n>(a.operand[k], part, *next++);
+    AxisPlace<uint32_t> place[Group<bytes>::kParts];
+#pragma unroll  // so that the arguments' addresses are constants
+    for (int k = 0; k < kMaxOperands; ++k) {
+      if (k >= a.plan.operands) break;
+      scratch.write(k, load_group(at, [&](const Part<uint32_t>& part) {
+                      return load_operand<bytes, Group<bytes>::n>(a.operand[k], part, place[&part - at.part]);
                     }));
     }
   }
   FUSED_ACT_FN GroupLanes operand(int k) const {
 #if defined(__CUDA_ARCH__)
-    if (a.plan.operand[k] >= 0) return scratch.read(a.plan.operand[k]);
+    return scratch.read(k);
+#else
+    return constant<GroupLanes>(0);
 #endif
-    return constant<GroupLanes>(a.operand[k].value);
   }
   FUSED_ACT_FN GroupLanes direction(int) const { return constant<GroupLanes>(0); }
   FUSED_ACT_FN bool moves(int) const { return false; }
@@ -177,7 +178,7 @@ struct GroupIo {
 #if defined(__CUDA_ARCH__)
     if (a.emit[k] == Emit::reduce) sums.add(k, value, at);
     if (a.emit[k] == Emit::store)
-      store_group(at, value, [&](const Part& part, const Lanes<float, Group<bytes>::n>& lanes) {
+      store_group(at, value, [&](const Part<uint32_t>& part, const Lanes<float, Group<bytes>::n>& lanes) {
         store_gradient<bytes>(a, k, a.plan.gradient[k], part, lanes);
       });
 #endif
@@ -217,13 +218,13 @@ __device__ __forceinline__ void process_group(const Args<Program, float>& a, Gro
   if constexpr (!forward) load(g, a.g, a.plan.g);
   io.load();
   const auto lanes = [&](const B* from) {
-    return load_group(at, [&](const Part& part) { return to_lanes(from[&part - at.part], a.dtype); });
+    return load_group(at, [&](const Part<uint32_t>& part) { return to_lanes(from[&part - at.part], a.dtype); });
   };
   const GroupLanes zero = constant<GroupLanes>(0);
   const Outputs<GroupLanes> out =
       evaluate<mode>(a.op, a.scalars, lanes(x), forward ? zero : lanes(g), zero, false, io);
   if (!a.out[0]) return;
-  store_group(at, out.full[0], [&](const Part& part, const Lanes<float, G::n>& values) {
+  store_group(at, out.full[0], [&](const Part<uint32_t>& part, const Lanes<float, G::n>& values) {
     store_full(a.out[0], a.plan.out, part, to_bits<bytes, G::n>(values, a.dtype));
   });
 }
@@ -235,9 +236,9 @@ template <int bytes, Mode mode>
 __global__ void __launch_bounds__(kThreads, kProgramResidents<mode>)
     program_flat_kernel(const __grid_constant__ Args<Program, float> a) {
   constexpr int n = kVector<bytes>;
-  const int64_t i = int64_t(blockIdx.x) * blockDim.x * kGroup + threadIdx.x * n;
-  if (i >= a.numel) return;
-  Group<bytes> at = make_group<bytes>(i, blockDim.x * n, 0, a.numel);
+  const uint32_t i = blockIdx.x * blockDim.x * kGroup + threadIdx.x * n, numel = uint32_t(a.numel);
+  if (i >= numel) return;
+  Group<bytes> at = make_group<bytes>(i, blockDim.x * n, i, numel);
   Scratch scratch(a.plan.entries);
   NoGroupSums sums;
   process_group<bytes, mode>(a, at, scratch, sums);
@@ -262,10 +263,10 @@ __global__ void __launch_bounds__(kThreads, kProgramResidents<mode>)
   Scratch scratch(a.plan.entries);
   Sums sums{};
   for (int64_t o = chunk.first + chunk.line; o < chunk.last; o += chunk.lines) {
-    const int64_t start = chunk.start(rows, o);
-    const int64_t end = start + chunk.to - chunk.from;
+    const uint32_t start = uint32_t(chunk.start(rows, o));
+    const uint32_t end = start + uint32_t(chunk.to - chunk.from);
 #pragma unroll 1
-    for (int64_t i = start / kLine * kLine + chunk.lane * n; i < end; i += step * Group<bytes>::kParts) {
+    for (uint32_t i = start / kLine * kLine + chunk.lane * n; i < end; i += step * Group<bytes>::kParts) {
       Group<bytes> at = make_group<bytes>(i, step, start, end);
       process_group<bytes, mode>(a, at, scratch, sums);
     }
@@ -297,7 +298,7 @@ __global__ void __launch_bounds__(kThreads, kProgramResidents<mode>)
     const int64_t end = min(chunk.last * columns.width(), a.numel), step = chunk.lines * columns.width();
 #pragma unroll 1
     for (int64_t i = (chunk.first + chunk.line) * columns.width() + chunk.column; i < end; i += step * kParts) {
-      Group<bytes> at = make_group<bytes>(i, step, 0, end);
+      Group<bytes> at = make_group<bytes>(i, step, i, end);
       process_group<bytes, mode>(a, at, scratch, sums);
     }
   }
