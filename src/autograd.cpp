@@ -230,7 +230,7 @@ struct FusedNode final : Node {
     args.collect(int64_t(mode));
     args.collect(constants.activation);
     args.collect(constants.program);
-    args.collect(constants.list);
+    args.collect(constants.program_scalars);
     args.collect(from_output);
     for (const std::optional<double>& s : constants.scalars) {
       args.collect(s.has_value());
@@ -432,14 +432,16 @@ void run_autograd(const Operator& op, Mode mode, const c10::OperatorHandle& hand
     handle.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
   };
   bool requires_grad = false, has_tangents = false;
-  const auto look = [&](const at::Tensor& t) {
+  const auto look = [&](const c10::IValue& value) {
+    if (!value.isTensor()) return;
+    const at::Tensor& t = value.toTensor();
     requires_grad |= t.requires_grad();
     has_tangents |= tangent_of(t).defined();
   };
   for (const c10::IValue& value : torch::jit::last(*stack, count_arguments(op, mode))) {
-    if (value.isTensor()) look(value.toTensor());
+    look(value);
     if (value.isTensorList())
-      for (const at::Tensor& t : value.toTensorVector()) look(t);
+      for (const c10::IValue& item : value.toListRef()) look(item);
   }
   requires_grad &= at::GradMode::is_enabled();
   if (!requires_grad && !has_tangents) return below();

@@ -60,16 +60,10 @@ void parse_parameters(Operator& op, const std::string& text) {
     }
     if (type == "Tensor[]") {
       op.listed = true;
-      op.operands = kMaxOperands;
-      for (int k = 0; k < kMaxOperands; ++k) {
-        Parameter& p = op.parameters.emplace_back();
-        p.kind = Parameter::operand;
-        p.name = "operand_" + std::to_string(k);
-        p.optional = true;
-      }
-      continue;
+      for (; op.operands < kMaxOperands; ++op.operands)
+        op.parameters.push_back({Parameter::operand, "operand_" + std::to_string(op.operands), true, "", std::nullopt});
     }
-    if (op.listed) continue;  // int[] program, float[] scalars
+    if (op.listed) continue;
     Parameter p;
     p.optional = type.back() == '?';
     if (p.optional) type.pop_back();
@@ -101,13 +95,11 @@ std::string make_schema(const Operator& op, Mode mode, bool in_place = false) {
   s += (in_place ? "Tensor(a!) " : "Tensor ") + op.input;
   // A default is only legal where every later argument has one too; modes that append others drop it.
   const bool appends = mode == Mode::double_backward;
-  if (op.listed) {
-    s += ", Tensor[] operands, int[] program, float[] scalars";
-  } else {
-    for (const Parameter& p : op.parameters) {
-      s += std::string(", ") + schema_type(p) + p.name;
-      if (!p.default_text.empty() && !appends) s += "=" + p.default_text;
-    }
+  if (op.listed) s += ", Tensor[] operands, int[] program, float[] scalars";
+  for (const Parameter& p : op.parameters) {
+    if (op.listed) break;
+    s += std::string(", ") + schema_type(p) + p.name;
+    if (!p.default_text.empty() && !appends) s += "=" + p.default_text;
   }
   if (op.dim) s += ", int dim" + (appends ? "" : "=" + std::to_string(*op.dim));
   if (has_direction(mode)) {
@@ -223,10 +215,9 @@ class StepWriter {
     const char* wrong = e.wrong(steps_.scalars + i.scalar);
     TORCH_CHECK_VALUE(!wrong, op_.label(), ": ", wrong, shown(scalars));
     if (i.code != Code::Add) {
-      // save, load, times what was saved: one multiplication by what would be loaded. (A listed program may go on to
-      // read the slot.)
+      // save, load, times what was saved: one multiplication by what would be loaded.
       Instruction* end = steps_.program.instruction + steps_.program.length;
-      if (!op_.listed && i.code == Code::MulOperand && steps_.program.length > 1 && end[-1].code == Code::load &&
+      if (i.code == Code::MulOperand && steps_.program.length > 1 && end[-1].code == Code::load &&
           end[-2].code == Code::save && end[-2].source == i.source) {
         i.source = end[-1].source;
         steps_.program.length -= 2;
@@ -262,75 +253,84 @@ class StepWriter {
   int next_scalar_ = 0, others_ = 0;
 };
 
-// All entries that a program may have, by code.
-const std::vector<Entry>& step_entries() {
-#define FUSED_ACT_ENTRY(STEP) Describe<STEP>::entry(),
-  static const std::vector<Entry> entries{FUSED_ACT_STEPS(FUSED_ACT_ENTRY)};
-#undef FUSED_ACT_ENTRY
-  return entries;
-}
+}  // namespace
 
-const char* const* step_names() {
-#define FUSED_ACT_NAME(STEP) #STEP,
-  static const char* const names[] = {FUSED_ACT_STEPS(FUSED_ACT_NAME)};
-#undef FUSED_ACT_NAME
-  return names;
-}
+namespace {
 
-// The steps of a listed operator, from lists that anything may be wrong with.
+// A step that a program may name.
+struct KnownStep {
+  const char *name, *parameters;
+  bool takes_operand;
+  int scalars;
+  const char* (*wrong)(const double*);
+};
+constexpr KnownStep kKnownSteps[] = {
+#define FUSED_ACT_KNOWN(STEP) {#STEP, STEP::parameters, kTakes<STEP, 'T'> > 0, kTakes<STEP, 'f'>, &STEP::wrong},
+    FUSED_ACT_STEPS(FUSED_ACT_KNOWN)
+#undef FUSED_ACT_KNOWN
+};
+constexpr int64_t kCodes = std::size(kKnownSteps);
+
+// The steps that a call of a listed operator gives. It is checked in full: kernels index by what is written here.
 Steps decode(const Operator& op, const Arguments& a) {
   const std::vector<int64_t>& program = a.program;
-  TORCH_CHECK_VALUE(!program.empty() && program[0] == kProgramVersion, op.label(), ": program starts with ",
-                    program.empty() ? std::string("nothing") : std::to_string(program[0]), ", but must start with ",
-                    kProgramVersion, ", the version of its encoding");
-  TORCH_CHECK_VALUE(program.size() % 2 == 1, op.label(), ": program has ", program.size(),
-                    " elements, but a version and two for each step are an odd number");
+  const std::vector<double>& scalars = a.program_scalars;
   const size_t length = program.size() / 2;
-  TORCH_CHECK_VALUE(length <= kMaxSteps, op.label(), ": program has ", length, " steps, but there can be ", kMaxSteps);
-  TORCH_CHECK_VALUE(a.list.size() <= kMaxScalars, op.label(), ": there are ", a.list.size(),
-                    " scalars, but there can be ", kMaxScalars);
+  TORCH_CHECK_VALUE(!program.empty(), op.label(), ": program is empty, but must begin with its version, ",
+                    encoding::version);
+  TORCH_CHECK_VALUE(program[0] == encoding::version, op.label(), ": program[0], the version of the encoding, is ",
+                    program[0], ", but this library knows version ", encoding::version);
+  TORCH_CHECK_VALUE(program.size() % 2 == 1, op.label(), ": program has ", program.size(),
+                    " elements, but must have its version and then two for each step");
+  TORCH_CHECK_VALUE(length <= kMaxSteps, op.label(), ": program has ", length, " steps, but ", kMaxSteps,
+                    " are the most");
+  TORCH_CHECK_VALUE(scalars.size() <= kMaxScalars, op.label(), ": there are ", scalars.size(), " scalars, but ",
+                    kMaxScalars, " are the most");
   Steps steps;
-  StepWriter writer(op, steps);
+  size_t next_scalar = 0;
   bool saved[kMaxSlots] = {};
-  size_t scalar = 0;
   for (size_t n = 0; n < length; ++n) {
-    const int64_t code = program[1 + 2 * n], source = program[2 + 2 * n];
-    const auto at = [&] { return op.label() + ": step " + std::to_string(n) + " of program"; };
-    const bool step = code >= 0;
-    TORCH_CHECK_VALUE(code < int64_t(step_entries().size()) && code >= kProgramLoad, at(), " has the code ", code,
-                      ", but codes are ", kProgramLoad, " to ", step_entries().size() - 1);
-    const Entry& e = step_entries()[step ? code : 0];
-    const bool takes = code == kProgramLoad || (step && strchr(e.parameters, 'T'));
-    const int64_t slot = source - kMaxOperands;
-    if (code == kProgramSave) {
-      TORCH_CHECK_VALUE(slot >= 0 && slot < kMaxSlots, at(), " saves to ", source, ", but slots are ", kMaxOperands,
+    const int64_t code = program[1 + 2 * n], source = program[2 + 2 * n], slot = source - kMaxOperands;
+    const auto at = [&](int which) {
+      return op.label() + ": program[" + std::to_string(1 + 2 * n + which) + "] is " + std::to_string(program[1 + 2 * n + which]);
+    };
+    TORCH_CHECK_VALUE(code >= encoding::load && code < kCodes, at(0), ", but a code is ", encoding::load, " (load), ",
+                      encoding::save, " (save), or the place of a step, 0 to ", kCodes - 1);
+    Instruction& i = steps.program.instruction[n];
+    const KnownStep* step = code >= 0 ? &kKnownSteps[code] : nullptr;
+    i.code = step ? Code(code) : code == encoding::save ? Code::save : Code::load;
+    if (step ? step->takes_operand : code == encoding::load) {
+      if (source >= 0 && source < kMaxOperands) {
+        TORCH_CHECK_VALUE(a.operand[source].defined(), at(1), ", but there is no operand ", source);
+      } else {
+        TORCH_CHECK_VALUE(slot >= 0 && slot < kMaxSlots, at(1), ", but a source is the place of an operand, 0 to ",
+                          kMaxOperands - 1, ", or that of a slot, ", kMaxOperands, " to ",
+                          kMaxOperands + kMaxSlots - 1);
+        TORCH_CHECK_VALUE(saved[slot], at(1), ", but nothing was saved in slot ", slot, " before");
+      }
+    } else if (step) {
+      TORCH_CHECK_VALUE(source == encoding::none, at(1), ", but ", step->name, " takes no operand: its source must be ",
+                        encoding::none);
+    } else {
+      TORCH_CHECK_VALUE(slot >= 0 && slot < kMaxSlots, at(1), ", but a value is saved in a slot, ", kMaxOperands,
                         " to ", kMaxOperands + kMaxSlots - 1);
       saved[slot] = true;
-      writer.save(int(slot));
-      continue;
+      steps.program.slots = std::max(steps.program.slots, static_cast<int>(slot) + 1);
     }
-    if (!takes) {
-      TORCH_CHECK_VALUE(source == -1, at(), " has the source ", source, ", but takes no operand (-1)");
-    } else if (source >= 0 && source < kMaxOperands) {
-      TORCH_CHECK_VALUE(a.operand[source].defined(), at(), " reads operand ", source, ", but there is no such operand");
-    } else {
-      TORCH_CHECK_VALUE(slot >= 0 && slot < kMaxSlots && saved[slot], at(), " reads ", source,
-                        ", which is no operand and no slot that was saved before");
-    }
-    if (code == kProgramLoad) {
-      writer.load(uint8_t(source));
-      continue;
-    }
-    std::vector<std::optional<double>> scalars;
-    for (const char* kind = e.parameters; *kind; ++kind) {
-      if (*kind == 'T') continue;
-      TORCH_CHECK_VALUE(scalar < a.list.size(), at(), " needs a scalar, but there are only ", a.list.size());
-      scalars.push_back(a.list[scalar++]);
-    }
-    writer.add(e, takes ? uint8_t(source) : Instruction::kNoSource, scalars);
+    i.source = source == encoding::none ? Instruction::kNoSource : static_cast<uint8_t>(source);
+    if (!step) continue;
+    i.scalar = static_cast<uint8_t>(next_scalar);
+    TORCH_CHECK_VALUE(next_scalar + step->scalars <= scalars.size(), at(0), " (", step->name,
+                      "), which takes scalars[", next_scalar + step->scalars - 1, "], but there are ", scalars.size(),
+                      " scalars");
+    for (int s = 0; s < step->scalars; ++s, ++next_scalar) steps.scalars[next_scalar] = scalars[next_scalar];
+    const char* wrong = step->wrong(steps.scalars + i.scalar);
+    TORCH_CHECK_VALUE(!wrong, at(0), " (", step->name, ") of scalars[", int(i.scalar), "], which is ",
+                      scalars[i.scalar], ": ", wrong);
   }
-  TORCH_CHECK_VALUE(scalar == a.list.size(), op.label(), ": there are ", a.list.size(),
-                    " scalars, but the steps of program take ", scalar);
+  TORCH_CHECK_VALUE(next_scalar == scalars.size(), op.label(), ": there are ", scalars.size(),
+                    " scalars, but the steps of program take ", next_scalar);
+  steps.program.length = static_cast<int>(length);
   return steps;
 }
 
@@ -447,12 +447,12 @@ Arguments unpack(const Operator& op, Mode mode, const torch::jit::Stack& stack) 
   if (has_operand_gradients(mode)) a.g = (next++)->toTensor();
   a.x = (next++)->toTensor();
   if (op.listed) {
-    const auto operands = (next++)->toTensorVector();
-    TORCH_CHECK_VALUE(operands.size() <= kMaxOperands, op.label(), ": there are ", operands.size(),
-                      " operands, but there can be ", kMaxOperands);
-    std::copy(operands.begin(), operands.end(), a.operand);
+    const auto operands = (next++)->toListRef();
+    TORCH_CHECK_VALUE(operands.size() <= kMaxOperands, op.label(), ": there are ", operands.size(), " operands, but ",
+                      kMaxOperands, " are the most");
+    for (size_t k = 0; k < operands.size(); ++k) a.operand[k] = operands[k].toTensor();
     a.program = (next++)->toIntVector();
-    a.list = (next++)->toDoubleVector();
+    a.program_scalars = (next++)->toDoubleVector();
   }
   int operand = 0, scalar = 0;
   for (const Parameter& p : op.parameters) {
@@ -499,7 +499,7 @@ torch::jit::Stack pack(const Operator& op, Mode mode, const Arguments& a) {
       if (t.defined()) operands.push_back(t);
     stack.emplace_back(std::move(operands));
     stack.emplace_back(a.program);
-    stack.emplace_back(a.list);
+    stack.emplace_back(a.program_scalars);
   }
   int operand = 0, scalar = 0;
   for (const Parameter& p : op.parameters) {
@@ -728,6 +728,7 @@ struct Work {
   at::Tensor alive[2 * kMaxOperands + 4];        // copies of inputs in a dtype or layout that the kernels read
   at::Tensor narrow[kMaxOperands];               // gradients that the kernels write in the compute type
   int kept = 0;
+  int reads[kMaxOperands] = {};  // of each operand by the steps of a call that gives its own
 
   int64_t* row(const int64_t* from, int64_t n) {
     const size_t at = rows.size();
@@ -795,6 +796,8 @@ void prepare(const Operator& op, Mode mode, const Arguments& a, Work& work, bool
   r.ndim = static_cast<int>(dims);
   r.pairs = op.packing == Packing::pairs;
   r.operands = op.kernel_operands();
+  if (op.listed)
+    while (r.operands && !a.operand[r.operands - 1].defined()) --r.operands;
   r.sizes = a.x.sizes().data();
   r.numel = a.x.numel();
   if (packed) {
@@ -814,6 +817,10 @@ void prepare(const Operator& op, Mode mode, const Arguments& a, Work& work, bool
     r.program = steps.program;
     std::copy(std::begin(steps.scalars), std::end(steps.scalars), r.scalars);
     dependencies = fused_act::dependencies(r.program, mode);
+    for (int n = 0; n < r.program.length; ++n) {
+      const Instruction& i = r.program.instruction[n];
+      if (i.source < kMaxOperands) ++work.reads[i.source];
+    }
   }
   const uint32_t read = inputs_read(op, mode, a, dependencies);
 
@@ -879,7 +886,7 @@ void prepare(const Operator& op, Mode mode, const Arguments& a, Work& work, bool
   for (int k = 0; k < op.operands; ++k) {
     at::Tensor to = work.out[full + k];
     if (!to.defined()) continue;
-    if (r.numel == 0) {
+    if (r.numel == 0 || (op.listed && !work.reads[k])) {
       to.zero_();
       continue;
     }
@@ -1093,12 +1100,11 @@ namespace py = pybind11;
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   using namespace fused_act;
-  using namespace py::literals;
   module.doc() = "The fused_act kernels as plain functions. Every function is also torch.ops.fused_act.<name>.";
 
   py::options options;
   options.disable_function_signatures();
-  py::list table, listed;
+  py::list table;
   for (const Operator& op : operators()) {
     py::list parameters;
     for (const Parameter& p : op.parameters) {
@@ -1146,21 +1152,28 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     entry["origin"] = op.origin;
     entry["is_activation"] = op.is_activation();
     py::list names;  // of its steps, where they are the same in every call
-    for (int n = 0; op.fixed && n < op.program.length; ++n) names.append(step_names()[int(op.program.instruction[n].code)]);
+    for (int n = 0; op.fixed && n < op.program.length; ++n)
+      names.append(kKnownSteps[int(op.program.instruction[n].code)].name);
     entry["steps"] = py::tuple(names);
+    entry["listed"] = op.listed;
     entry["schemas"] = schemas;
-    (op.listed ? listed : table).append(entry);
+    table.append(entry);
   }
   module.attr("_operators") = py::tuple(table);
-  module.attr("_listed_operators") = py::tuple(listed);
-  // What a program is made of: (name, parameters) by code.
+  // What a program of a listed operator is made of, in the order of the codes.
   py::list steps;
-  for (size_t code = 0; code < step_entries().size(); ++code)
-    steps.append(py::make_tuple(step_names()[code], step_entries()[code].parameters));
+  for (const KnownStep& step : kKnownSteps) steps.append(py::make_tuple(step.name, step.parameters));
   module.attr("_steps") = py::tuple(steps);
-  module.attr("_program") = py::dict(
-      "version"_a = kProgramVersion, "save"_a = kProgramSave, "load"_a = kProgramLoad, "steps"_a = kMaxSteps,
-      "operands"_a = kMaxOperands, "slots"_a = kMaxSlots, "scalars"_a = kMaxScalars);
+  py::dict limits;
+  limits["version"] = encoding::version;
+  limits["save"] = encoding::save;
+  limits["load"] = encoding::load;
+  limits["none"] = encoding::none;
+  limits["operands"] = kMaxOperands;
+  limits["slots"] = kMaxSlots;
+  limits["steps"] = kMaxSteps;
+  limits["scalars"] = kMaxScalars;
+  module.attr("_encoding") = limits;
   module.def("cpu_capability", [] { return cpu_capability().name; },
              "cpu_capability() -> str\n\nThe SIMD level of the CPU kernels in use: AVX512, AVX2 or DEFAULT.");
 #if defined(FUSED_ACT_WITH_CUDA)

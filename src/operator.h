@@ -33,8 +33,8 @@ struct Operator {
   std::vector<Parameter> parameters;
   std::vector<Entry> entries;
   bool fixed = false;  // its steps are the same in every call: `program` and `dependencies` hold
-  // Its steps are given in each call. Its operands, scalars and steps are lists in the schema; the parameters are the
-  // operands that there can be.
+  // Its steps are given in each call, which has lists of operands, codes and scalars. `parameters` are the operands that
+  // there can be.
   bool listed = false;
   Packing packing = Packing::none;
   int operands = 0, scalars = 0;
@@ -55,9 +55,12 @@ struct Operator {
   bool is_activation() const { return fixed && operands == 0; }
 };
 
-// The encoding of a listed operator's program: its version, and then for each step its place in FUSED_ACT_STEPS (or one of
-// these) and where its operand comes from: -1 nowhere, 0 to 3 operand k, 4 to 6 slot k - 4.
-constexpr int64_t kProgramVersion = 1, kProgramSave = -1, kProgramLoad = -2;
+// How a call of a listed operator gives its steps: version, code, source, code, source... A code is the step's place in
+// FUSED_ACT_STEPS, or save or load, which do not move when that list grows. A source is the place of an operand among
+// the operands, kMaxOperands + k for slot k, or none. The scalars are a list of their own, in the order of the steps.
+namespace encoding {
+constexpr int64_t version = 1, save = -1, load = -2, none = -1;
+}
 
 constexpr const char* kModeSuffixes[kModes] = {"", "_jvp", "_backward", "_double_backward"};
 
@@ -71,13 +74,14 @@ const std::vector<Operator>& operators();
 //   backward         (g, x, parameters..., dim, output_mask)
 //   double backward  (g, x, parameters..., dim, u, v..., output_mask)
 //
-// dim exists where a parameter says so, and backward's output_mask where the operator has operands. Outputs are numbered as returned:
-// the full ones first, then a gradient for each operand.
+// dim exists where the operator has operands, and so does backward's output_mask. Outputs are numbered as returned:
+// the full ones first, then a gradient for each operand. A listed operator has three lists for its parameters, and no
+// dim: a one-dimensional operand lies along the last dimension.
 struct Constants {
   std::optional<double> scalars[kMaxParameters];
   std::string activation;
-  std::vector<int64_t> program;  // of a listed operator
-  std::vector<double> list;
+  std::vector<int64_t> program;         // of a listed operator,
+  std::vector<double> program_scalars;  // as given
   int64_t dim = -1;
   bool asked[2 + kMaxOperands] = {true, true, true, true, true, true};
 };

@@ -1,6 +1,6 @@
 """Every CUDA kernel once, in every mode and dtype, against the CPU kernels: short enough for compute-sanitizer.
 
-    compute-sanitizer --tool memcheck python -m pytest tests/test_every_kernel.py      (also racecheck, initcheck)
+compute-sanitizer --tool memcheck python -m pytest tests/test_every_kernel.py      (also racecheck, initcheck)
 """
 
 import cases
@@ -57,7 +57,9 @@ def results(op, dtype, device, shape, operand_shape, layout):
     x, tangent, go = (arrange(make(size), layout) for size in (packed, packed, shape))
     parameters = {p.name: None if p.name == "alpha" else 0.5 for p in op.parameters if p.kind == "scalar"}
     parameters |= {p.name: "silu" for p in op.parameters if p.kind == "activation"}
-    sizes = {p.name: shape if p.is_input else operand_shape or (shape[1],) for p in op.parameters if p.kind == "operand"}
+    sizes = {
+        p.name: shape if p.is_input else operand_shape or (shape[1],) for p in op.parameters if p.kind == "operand"
+    }
     operands, directions = ({n: make(size) for n, size in sizes.items()} for _ in range(2))
     arguments = {op.input: x, **parameters, **operands, **({"dim": 1} if operands else {})}
     mask = {"output_mask": [True] * (1 + len(operands))} if operands else {}

@@ -25,7 +25,7 @@ from torch import Tensor
 """
 
 # Attributes of _C that are no functions; a module's own (__name__, ...) are str.
-DATA_TYPES = {bool: "bool", tuple: "tuple[Any, ...]"}
+DATA_TYPES = {bool: "bool", dict: "dict[str, int]", tuple: "tuple[Any, ...]"}
 
 
 def python_type(schema_type: str) -> str:

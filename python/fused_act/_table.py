@@ -87,9 +87,11 @@ def _module_name(name: str) -> str:
     return _TORCH_NAMES.get(name.replace("_", ""), built)
 
 
-def _read() -> tuple[Operator, ...]:
+def _read(listed: bool) -> tuple[Operator, ...]:
     table = []
     for entry in _C._operators:
+        if entry["listed"] != listed:
+            continue
         name, schemas = entry["name"], entry["schemas"]
         in_place = f"{name}_" if f"{name}_" in schemas else None
         same = ("name", "input", "dim", "packing", "expression", "gradient", "origin", "is_activation", "steps")
@@ -106,7 +108,10 @@ def _read() -> tuple[Operator, ...]:
     return tuple(table)
 
 
-OPERATORS = _read()
+OPERATORS = _read(listed=False)
+
+# Their steps are given in each call (_program.py), so they have no function, no module and no row in the documentation.
+LISTED = _read(listed=True)
 
 
 def ops() -> tuple[Operator, ...]:

@@ -7,10 +7,12 @@ each sample.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from ._table import OPERATORS, Operator
+from ._table import LISTED, OPERATORS, Operator
 
 
 def _like_x(t: Tensor, bdim: int | None, batch: int) -> Tensor:
@@ -36,11 +38,15 @@ def _like_operand(
     return t.expand(batch, *t.shape[1:]) if spread else t
 
 
-def _rule(op: Operator, schema: torch._C.FunctionSchema, call, in_place: bool = False):
+def _arguments(overload: torch._ops.OpOverload) -> dict[str, Any]:
+    """The names of the arguments, with their defaults."""
+    return {a.name: a.default_value if a.has_default_value() else None for a in overload._schema.arguments}
+
+
+def _rule(op: Operator, overload: torch._ops.OpOverload, arguments: dict[str, Any], call, in_place: bool = False):
     operands = set(op.operands)
-    names = [a.name for a in schema.arguments]
-    defaults = [a.default_value if a.has_default_value() else None for a in schema.arguments]
-    results = [r.name for r in schema.returns]
+    names = list(arguments)
+    results = [r.name for r in overload._schema.returns]
     operand_of = {}  # argument or result -> the operand that it is shaped like
     for name in (*names, *results):
         for operand in operands:
@@ -49,11 +55,11 @@ def _rule(op: Operator, schema: torch._C.FunctionSchema, call, in_place: bool = 
     gradients = any(r in operand_of for r in results)
 
     def rule(info, in_dims, *args, **kwargs):
-        values = dict(zip(names, defaults)) | dict(zip(names, args)) | kwargs
+        values = arguments | dict(zip(names, args)) | kwargs
         bdims = dict(zip(names, in_dims)) | {name: None for name in kwargs}
         batch = info.batch_size
         dims = values[op.input].dim() - (bdims[op.input] is not None)
-        dim = values.get("dim", 0)
+        dim = values.get("dim", -1)
         if operands and dims and -dims <= dim < dims:
             dim %= dims
         elif operands and any(
@@ -95,11 +101,34 @@ def _rule(op: Operator, schema: torch._C.FunctionSchema, call, in_place: bool = 
     return rule
 
 
+def _listed_rule(op: Operator, overload: torch._ops.OpOverload):
+    """The rule of an operator whose operands are in a list is that of one to which they are given singly."""
+    arguments = _arguments(overload)
+    place, most = list(arguments).index("operands"), len(op.operands)
+
+    def single(values, operands=None):
+        operands = values[place] if operands is None else operands
+        return *values[:place], *operands, *[None] * (most - len(operands)), *values[place + 1 :]
+
+    def call(*values):
+        operands = [t for t in values[place : place + most] if t is not None]
+        return overload(*values[:place], operands, *values[place + most :])
+
+    names, defaults = single(list(arguments), op.operands), single(list(arguments.values()), [])
+    rule = _rule(op, overload, dict(zip(names, defaults)), call)
+    return lambda info, in_dims, *args: rule(info, single(in_dims), *single(args))
+
+
 def register() -> None:
+    for op in LISTED:
+        for name in (op.name, *op.derived):
+            overload = getattr(torch.ops.fused_act, name).default
+            torch.library.register_vmap(f"fused_act::{name}", _listed_rule(op, overload))
     for op in OPERATORS:
         for name in (op.name, *op.derived):
             overload = getattr(torch.ops.fused_act, name).default
-            torch.library.register_vmap(f"fused_act::{name}", _rule(op, overload._schema, overload))
+            torch.library.register_vmap(f"fused_act::{name}", _rule(op, overload, _arguments(overload), overload))
         if op.in_place:
             overload = getattr(torch.ops.fused_act, op.in_place).default
-            torch.library.register_vmap(f"fused_act::{op.in_place}", _rule(op, overload._schema, overload, True))
+            rule = _rule(op, overload, _arguments(overload), overload, True)
+            torch.library.register_vmap(f"fused_act::{op.in_place}", rule)

@@ -1,5 +1,6 @@
 """`python -m fused_act operators`: the table of operators in Markdown, as it stands in docs/operators.md."""
 
+from . import _C
 from ._table import OPERATORS, Operator
 
 HEADER = """\
@@ -14,6 +15,35 @@ those with "yes" have a variant `NAME_` that overwrites its first tensor. What i
 | operator | equals | gradient at kinks and ties | comes from, replaces | module | in place | activation |
 | --- | --- | --- | --- | --- | --- | --- |
 """
+
+FOOTER = """
+## Chains
+
+`torch.ops.fused_act.chain(x, operands, program, scalars)` takes its steps in the call: what `fused_act.fuse` makes of a
+run of pointwise operations. The value starts as `x`, each step replaces it, and the last one is the result, with the
+dtype and the strides of `torch.empty_like(x)`, rounded once. Operands broadcast to `x`, as PyTorch broadcasts, without
+enlarging it.
+
+`program` is a list of int: {version}, the version of the encoding, and for each step its code and the source of its
+operand. A source is {none} where the step takes none, 0 to {last_operand} for an operand, {first_slot} to {last_slot} for
+a slot. Code {save} saves the value to a slot, code {load} replaces it by an operand or a slot; the other codes are below.
+`scalars` has the scalars of all steps, in order. There can be {steps} steps, {operands} operands, {slots} slots and
+{scalars} scalars. What is wrong with a program is a ValueError.
+
+| code | step | operand | scalars |
+| --- | --- | --- | --- |
+"""
+
+
+def _footer() -> str:
+    limits = _C._encoding
+    first = limits["operands"]
+    places = {"last_operand": first - 1, "first_slot": first, "last_slot": first + limits["slots"] - 1}
+    rows = "".join(
+        f"| {code} | `{name}` | {'o' if 'T' in parameters else ''} | {parameters.count('f') or ''} |\n"
+        for code, (name, parameters) in enumerate(_C._steps)
+    )
+    return FOOTER.format(**limits, **places) + rows
 
 
 def _row(op: Operator) -> str:
@@ -32,7 +62,7 @@ def _row(op: Operator) -> str:
 
 
 def markdown() -> str:
-    return HEADER + "".join(map(_row, OPERATORS))
+    return HEADER + "".join(map(_row, OPERATORS)) + _footer()
 
 
 def run(options: object) -> int:

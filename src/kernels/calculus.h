@@ -19,8 +19,8 @@ namespace fused_act {
 enum class Mode : int { forward, jvp, backward, double_backward };
 constexpr int kModes = 4;
 
-constexpr bool has_operand_gradients(Mode mode) { return mode == Mode::backward || mode == Mode::double_backward; }
-constexpr bool has_direction(Mode mode) { return mode == Mode::jvp || mode == Mode::double_backward; }
+FUSED_ACT_FN constexpr bool has_operand_gradients(Mode mode) { return mode == Mode::backward || mode == Mode::double_backward; }
+FUSED_ACT_FN constexpr bool has_direction(Mode mode) { return mode == Mode::jvp || mode == Mode::double_backward; }
 // Results of x's shape: y, D or gx; in double backward D and g D_x.
 FUSED_ACT_FN constexpr int full_outputs(Mode mode) { return mode == Mode::double_backward ? 2 : 1; }
 
@@ -39,7 +39,7 @@ struct Outputs {
 //   N operand(int k)                       the operand, and its part v of the direction
 //   N direction(int k)
 //   bool moves(int k)                      is there a v? An absent one is an inactive tangent, not a zero
-//   void gradient(int k, const N& value)   takes the gradient of operand k: once, or once for each use of it
+//   void gradient(int k, const N& value)   takes the gradient of operand k, once
 //   memory<M>()                            memory (program.h) for numbers of type M
 template <Mode mode, class Op, class N, class Io>
 FUSED_ACT_FN Outputs<N> evaluate(const Op& op, const Scalar<compute_t<N>>* scalars, const N& x, const N& g, const N& u,

@@ -32,7 +32,7 @@ struct Scalar {
 // The primary template serves float and double; the intrinsics keep nvcc from contracting a product and a sum
 // into an FMA whatever flags it is given (on the host -ffp-contract=off does so).
 //
-// `fma`, which rounds once, and the transcendental functions are there for real numbers only (and for Trace): a
+// `fma`, which rounds once, `estimate_reciprocal`, which is within 1 ulp, and the transcendental functions are there for real numbers only (and for Trace): a
 // primitive uses them for its value and states its derivative beside it. The SIMD and CUDA versions are within 1 to 2
 // ulp; there is no erf and no float erfc, because at::vec's float erf has an absolute error of 1e-7 only.
 template <class N>
@@ -50,10 +50,13 @@ struct Arithmetic {
   FUSED_ACT_FN static double mul(double a, double b) { return __dmul_rn(a, b); }
   FUSED_ACT_FN static N divide(N a, const Scalar<N>& s) { return mul(a, s.reciprocal); }
   FUSED_ACT_FN static float quotient(float a, float b) { return __fdiv_rn(a, b); }
-  FUSED_ACT_FN static float ratio(float a, float b) {
+  FUSED_ACT_FN static float estimate_reciprocal(float a) {
     float r;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(b));
-    const float q = __fmul_rn(a, r);
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(a));
+    return r;
+  }
+  FUSED_ACT_FN static float ratio(float a, float b) {
+    const float r = estimate_reciprocal(b), q = __fmul_rn(a, r);
     return __fmaf_rn(__fmaf_rn(-q, b, a), r, q);
   }
   FUSED_ACT_FN static float fma(float a, float b, float c) { return __fmaf_rn(a, b, c); }
@@ -66,6 +69,7 @@ struct Arithmetic {
   FUSED_ACT_FN static float sqrt(float a) { return __fsqrt_rn(a); }
   FUSED_ACT_FN static double quotient(double a, double b) { return __ddiv_rn(a, b); }
   FUSED_ACT_FN static double ratio(double a, double b) { return __ddiv_rn(a, b); }
+  FUSED_ACT_FN static double estimate_reciprocal(double a) { return __ddiv_rn(1, a); }
   FUSED_ACT_FN static double fma(double a, double b, double c) { return __fma_rn(a, b, c); }
   FUSED_ACT_FN static double absolute(double a) { return ::fabs(a); }
   FUSED_ACT_FN static double exp(double a) { return ::exp(a); }
@@ -82,6 +86,7 @@ struct Arithmetic {
   FUSED_ACT_FN static N divide(N a, const Scalar<N>& s) { return a / s.value; }
   FUSED_ACT_FN static N quotient(N a, N b) { return a / b; }
   FUSED_ACT_FN static N ratio(N a, N b) { return a / b; }
+  FUSED_ACT_FN static N estimate_reciprocal(N a) { return N(1) / a; }
   FUSED_ACT_FN static N fma(N a, N b, N c) { return std::fma(a, b, c); }
   FUSED_ACT_FN static N absolute(N a) { return std::fabs(a); }
   FUSED_ACT_FN static N exp(N a) { return std::exp(a); }
@@ -260,16 +265,16 @@ struct Arithmetic<Dual<N, K>> {
     for (int k = 0; k < K; ++k) r.tangent[k] = A::negative(a.tangent[k]);
     return r;
   }
-  // The derivative at 0 is 0, as torch.abs has it.
+  // The derivative at 0 and at NaN is 0, as torch.abs has it.
   FUSED_ACT_FN static D absolute(const D& a) {
     using B = Arithmetic<decltype(base(a))>;
     const auto v = base(a), zero = B::constant(0);
-    const Mask below = B::less(v, zero), kink = B::equal(v, zero);
+    const Mask below = B::less(v, zero), above = B::less(zero, v);
     D r;
     r.value = A::absolute(a.value);
     for (int k = 0; k < K; ++k) {
       r.tangent[k] = A::select(below, A::negative(a.tangent[k]), a.tangent[k]);
-      r.active[k] = A::both(a.active[k], A::negate(kink));
+      r.active[k] = A::both(a.active[k], A::either(below, above));
     }
     return r;
   }
@@ -314,6 +319,7 @@ struct Arithmetic<Trace> {
   static Trace divide(Trace a, const Scalar<float>&) { return a; }
   static Trace quotient(Trace a, Trace b) { return join(a, b); }
   static Trace ratio(Trace a, Trace b) { return join(a, b); }
+  static Trace estimate_reciprocal(Trace a) { return a; }
   static Trace fma(Trace a, Trace b, Trace c) { return join(join(a, b), c); }
   static Trace negative(Trace a) { return a; }
   static Trace absolute(Trace a) { return a; }

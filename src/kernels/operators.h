@@ -192,7 +192,7 @@
     Pairs, Given<MinScalar, 2>, Given<SiluScaled, 1>, Save<0>, Load, Given<AbsClamp, 2>, AddOne, Saved<MulOperand, 0>) \
   OPERATOR(chain, "Tensor x, Tensor[] operands, int[] program, float[] scalars",                                       \
     "the steps of program, one after the other",                                                                       \
-    "what fused_act.fuse makes of a run of pointwise operations",                                                      \
+    "any chain of steps that is put together at run time",                                                             \
     Listed)
 // clang-format on
 

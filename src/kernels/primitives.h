@@ -185,6 +185,40 @@ FUSED_ACT_FN N minimum_with(const N& x, compute_t<N> c) {
   }
 }
 
+// max(x, c) with c a number. NaN in either gives NaN. Derivative: 1 at c, 0 at NaN (torch.clamp(x, min=c)).
+template <class N>
+FUSED_ACT_FN N raised(const N& x, compute_t<N> c) {
+  if constexpr (is_dual<N>::value) {
+    using B = Arithmetic<decltype(base(x))>;
+    const auto inside = B::less_equal(B::constant(c), base(x));
+    return chain_rule(x, raised(x.value, c), inside, [](const auto& t) { return t; });
+  } else {
+    if (!(c == c)) return constant<N>(c);
+    return select(below(x, c), constant<N>(c), x);
+  }
+}
+
+// The lesser or the greater of two tensors' elements. NaN in either gives NaN. Derivatives: one half to each at a tie,
+// 1 to each at NaN (torch.minimum, torch.maximum).
+template <bool least, class N>
+FUSED_ACT_FN N extreme(const N& a, const N& b) {
+  if constexpr (is_dual<N>::value) {
+    using B = Arithmetic<decltype(base(a))>;
+    const auto va = base(a), vb = base(b);
+    const auto tie = B::equal(va, vb), rises = B::less(va, vb), falls = B::less(vb, va);
+    const auto half = [&](const auto& t) { return select(tie, scale(t, compute_t<N>(0.5)), t); };
+    const auto value = extreme<least>(a.value, b.value);
+    // The value is in one of them only, so that their sum has it.
+    const auto zero = constant<std::decay_t<decltype(value)>>(0);
+    return add(chain_rule(a, value, B::negate(least ? falls : rises), half),
+               chain_rule(b, zero, B::negate(least ? rises : falls), half));
+  } else {
+    using A = Arithmetic<N>;
+    const auto first = least ? A::less_equal(a, b) : A::less_equal(b, a);
+    return select(A::either(first, A::negate(A::equal(a, a))), a, b);
+  }
+}
+
 // min(max(x + 3, 0), 6) / 6. Derivative: 1/6 inside (-3, 3), 0 at both ends and at NaN (F.hardsigmoid).
 // The value is eager's to the bit: its CUDA kernel multiplies by the float32 value of 1/6, in float64 too.
 template <class N>
@@ -219,40 +253,28 @@ FUSED_ACT_FN N hardswish(const N& x) {
   }
 }
 
-// The lesser or the greater of two tensors' elements. NaN in either gives NaN. Derivatives: one half to each at a tie, 1 to
-// both at NaN (torch.minimum, torch.maximum).
-template <bool least, class N>
-FUSED_ACT_FN N extreme(const N& a, const N& b) {
-  using A = Arithmetic<N>;
-  if constexpr (is_dual<N>::value) {
-    using B = Arithmetic<decltype(base(a))>;
-    const auto va = base(a), vb = base(b);
-    const auto tie = B::equal(va, vb), first = B::less(va, vb), second = B::less(vb, va);
-    const auto half = [&](const auto& t) { return select(tie, scale(t, compute_t<N>(0.5)), t); };
-    N r = chain_rule(a, extreme<least>(a.value, b.value), B::negate(least ? second : first), half);
-    const N other = chain_rule(b, r.value, B::negate(least ? first : second), half);
-    for (int k = 0; k < int(sizeof(r.tangent) / sizeof(r.tangent[0])); ++k)
-      accumulate(r.tangent[k], r.active[k], other.tangent[k], other.active[k]);
-    return r;
-  } else {
-    const auto keep = least ? A::less_equal(a, b) : A::less_equal(b, a);
-    return select(A::either(keep, A::negate(A::equal(a, a))), a, b);
-  }
-}
-
-// max(x, c) with c a number. NaN in either gives NaN. Derivative: 1 at c, 0 at NaN (torch.clamp(x, min=c)).
+// e^x.
 template <class N>
-FUSED_ACT_FN N raised(const N& x, compute_t<N> c) {
+FUSED_ACT_FN N exponential(const N& x) {
   if constexpr (is_dual<N>::value) {
-    using B = Arithmetic<decltype(base(x))>;
-    return chain_rule(x, raised(x.value, c), B::less_equal(B::constant(c), base(x)), [](const auto& t) { return t; });
+    const auto value = exponential(x.value);
+    return smooth(x, value, value);
   } else {
-    if (!(c == c)) return constant<N>(c);
-    return select(below(x, c), constant<N>(c), x);
+    return Arithmetic<N>::exp(x);
   }
 }
 
-// The square root and the natural logarithm; their derivatives are infinite at 0, as in autograd.
+// log(x). The derivative is infinite at 0, as that of the square root.
+template <class N>
+FUSED_ACT_FN N logarithm(const N& x) {
+  if constexpr (is_dual<N>::value) {
+    const auto one = constant<std::decay_t<decltype(x.value)>>(1);
+    return smooth(x, logarithm(x.value), quotient(one, x.value));
+  } else {
+    return Arithmetic<N>::log(x);
+  }
+}
+
 template <class N>
 FUSED_ACT_FN N square_root(const N& x) {
   if constexpr (is_dual<N>::value) {
@@ -262,17 +284,19 @@ FUSED_ACT_FN N square_root(const N& x) {
     return Arithmetic<N>::sqrt(x);
   }
 }
+
+// 1 / sqrt(x). The derivative -r^3 / 2 as -r / x / 2: two roundings less.
 template <class N>
-FUSED_ACT_FN N logarithm(const N& x) {
+FUSED_ACT_FN N inverse_root(const N& x) {
   if constexpr (is_dual<N>::value) {
-    const auto one = constant<std::decay_t<decltype(x.value)>>(compute_t<N>(1));
-    return smooth(x, logarithm(x.value), quotient(one, x.value));
+    const auto value = inverse_root(x.value);
+    return smooth(x, value, scale(quotient(value, x.value), compute_t<N>(-0.5)));
   } else {
-    return Arithmetic<N>::log(x);
+    return quotient(constant<N>(1), Arithmetic<N>::sqrt(x));
   }
 }
 
-// 1 / x. Derivative: -(1 / x)^2, which does not overflow where x^2 would.
+// 1 / x. The derivative is -(1 / x)^2: x^2 could overflow before its inverse underflows.
 template <class N>
 FUSED_ACT_FN N inverse(const N& x) {
   if constexpr (is_dual<N>::value) {
@@ -283,14 +307,29 @@ FUSED_ACT_FN N inverse(const N& x) {
   }
 }
 
-// e^x.
+// x^exponent for multiples of one half, as a product of x and sqrt(x): x x, x x x and sqrt(x) are torch.pow's to the bit.
+// Negative powers are those of 1 / x, which neither overflow nor underflow before the result does. From the fourth power
+// on, where torch.pow is within an ulp, the product also carries what its roundings left out.
 template <class N>
-FUSED_ACT_FN N exponential(const N& x) {
+FUSED_ACT_FN N power(const N& x, compute_t<N> exponent) {
   if constexpr (is_dual<N>::value) {
-    const auto value = exponential(x.value);
-    return smooth(x, value, value);
+    return smooth(x, power(x.value, exponent), scale(power(x.value, exponent - 1), exponent));
   } else {
-    return Arithmetic<N>::exp(x);
+    using A = Arithmetic<N>;
+    using C = compute_t<N>;
+    const C size = exponent < 0 ? -exponent : exponent;
+    const int whole = static_cast<int>(size);
+    const auto turned = [&](const N& v) { return exponent < 0 ? quotient(constant<N>(1), v) : v; };
+    const N factor = turned(x);
+    N high = whole ? factor : constant<N>(1), low = constant<N>(0);
+    for (int n = 1; n < whole; ++n) {
+      const N product = mul(high, factor);
+      low = A::fma(low, factor, A::fma(high, factor, negative(product)));
+      high = product;
+    }
+    // Where the product overflowed `low` is no number.
+    if (whole > 3) high = select(below(absolute(low), C(__builtin_inf())), add(high, low), high);
+    return size == C(whole) ? high : mul(high, turned(A::sqrt(x)));
   }
 }
 
@@ -510,7 +549,7 @@ FUSED_ACT_FN N normal_tail(const N& distance) {
     const N a = select(above(distance, 15), c(15), distance);
     const N square = mul(a, a), square_low = A::fma(a, a, negative(square));
     const N d = A::fma(a, c(0.4375), c(1)), d_low = A::fma(a, c(0.4375), sub(c(1), d));
-    const N r = ratio(c(1), d), r_low = sub(A::fma(negative(r), d, c(1)), mul(r, d_low));
+    const N r = A::estimate_reciprocal(d), r_low = sub(A::fma(negative(r), d, c(1)), mul(r, d_low));
     const N product = mul(a, r), v = add(product, A::fma(product, r_low, A::fma(a, r, negative(product))));
     N s = c(-9.752828191267326e-06);
     constexpr double coefficients[] = {

@@ -101,8 +101,8 @@ struct Swept {
 //
 // A Program keeps what it needs later in `memory`, at places that are known at run time only:
 //
-//   N slot(int k), void save(int k, N)                               saved values,
-//   Cotangent<N> cotangent(int k), void save(int k, Cotangent<N>)    on the way back their cotangents
+//   N value(int source), void save(int source, N)                    of slots; on the way back the cotangents of slots and
+//   Cotangent<N> cotangent(int source), void save(int, Cotangent<N>)     of operands that several steps read
 //   void record(int n, int entry, int which, N, mask_t<N>)           the tape: slope `which` (0: of x, 1: of the operand)
 //   Cotangent<N> recorded(int n, int entry, int which)               of step n, whose entry on a dense tape is `entry`
 
@@ -116,18 +116,18 @@ struct Uninitialised {
 template <class N>
 class LocalMemory {
  public:
-  FUSED_ACT_FN N slot(int k) { return slot_[k]; }
-  FUSED_ACT_FN void save(int k, const N& x) { slot_[k] = x; }
-  FUSED_ACT_FN Cotangent<N> cotangent(int k) { return cotangent_[k]; }
-  FUSED_ACT_FN void save(int k, const Cotangent<N>& c) { cotangent_[k] = c; }
+  FUSED_ACT_FN N value(int source) { return value_[source]; }
+  FUSED_ACT_FN void save(int source, const N& x) { value_[source] = x; }
+  FUSED_ACT_FN Cotangent<N> cotangent(int source) { return cotangent_[source]; }
+  FUSED_ACT_FN void save(int source, const Cotangent<N>& c) { cotangent_[source] = c; }
   FUSED_ACT_FN void record(int n, int, int which, const N& slope, const mask_t<N>& active) {
     tape_[2 * n + which] = {slope, active};
   }
   FUSED_ACT_FN Cotangent<N> recorded(int n, int, int which) { return tape_[2 * n + which]; }
 
  private:
-  Uninitialised<N, kMaxSlots> slot_;
-  Uninitialised<Cotangent<N>, kMaxSlots> cotangent_;
+  Uninitialised<N, kMaxOperands + kMaxSlots> value_;
+  Uninitialised<Cotangent<N>, kMaxOperands + kMaxSlots> cotangent_;
   Uninitialised<Cotangent<N>, 2 * kMaxSteps> tape_;
 };
 
@@ -196,14 +196,21 @@ struct Program {
   static constexpr int kOperands = kMaxOperands;
 
   int length = 0, slots = 0;
+  uint32_t shared = 0;  // bit k: several steps read operand k
   Instruction instruction[kMaxSteps];
 
   // Gives the steps whose slope has to be kept their entries of a tape; returns how many there are.
   int assign_tape() {
     int entries = 0;
+    uint32_t once = 0;
+    shared = 0;
     for (int n = 0; n < length; ++n) {
       Instruction& i = instruction[n];
       i.tape = Instruction::kNoTape;
+      if (i.source < kMaxOperands) {
+        shared |= once & (1u << i.source);
+        once |= 1u << i.source;
+      }
       if (i.code >= Code::save) continue;
       const StepKind kind = kStepKinds[int(i.code)];
       if (kind.unit_slope) continue;
@@ -228,7 +235,7 @@ struct Program {
         FUSED_ACT_STEPS(FUSED_ACT_CASE)
 #undef FUSED_ACT_CASE
         case Code::save:
-          memory.save(i.source - kMaxOperands, x);
+          memory.save(i.source, x);
           break;
         case Code::load:
           x = read<true>(i, x, source, memory);
@@ -255,7 +262,7 @@ struct Program {
         FUSED_ACT_STEPS(FUSED_ACT_CASE)
 #undef FUSED_ACT_CASE
         case Code::save:
-          memory.save(i.source - kMaxOperands, x);
+          memory.save(i.source, x);
           break;
         case Code::load:
           x = read<true>(i, x, source, memory);
@@ -264,20 +271,21 @@ struct Program {
     }
     const N value = x;
     Cotangent<N> cotangent = Cotangent<N>::one();
-    for (int k = 0; k < slots; ++k) memory.save(k, Cotangent<N>::none());
+    for (int k = 0; k < slots; ++k) memory.save(kMaxOperands + k, Cotangent<N>::none());
+    for (int k = 0; shared >> k; ++k)
+      if (shared >> k & 1) memory.save(k, Cotangent<N>::none());
     for (int n = length - 1; n >= 0; --n) {
       const Instruction i = instruction[n].fetch();
       const auto give_source = [&](const Cotangent<N>& c) {
-        if (i.source < kMaxOperands) {
+        if (i.source < kMaxOperands && !(shared >> i.source & 1)) {
           give(i.source, c);
         } else {
-          memory.save(i.source - kMaxOperands, sum(memory.cotangent(i.source - kMaxOperands), c));
+          memory.save(i.source, sum(memory.cotangent(i.source), c));
         }
       };
       if (i.code == Code::save) {
-        const int k = i.source - kMaxOperands;
-        cotangent = sum(cotangent, memory.cotangent(k));
-        memory.save(k, Cotangent<N>::none());  // what was in the slot before is another value
+        cotangent = sum(cotangent, memory.cotangent(i.source));
+        memory.save(i.source, Cotangent<N>::none());  // what was in the slot before is another value
       } else if (i.code == Code::load) {
         give_source(cotangent);
         cotangent = Cotangent<N>::none();
@@ -292,6 +300,8 @@ struct Program {
         cotangent = cotangent.through(slope.value, slope.active);
       }
     }
+    for (int k = 0; shared >> k; ++k)
+      if (shared >> k & 1) give(k, memory.cotangent(k));
     return {value, cotangent};
   }
 
@@ -303,7 +313,7 @@ struct Program {
   template <bool takes, class N, class Source, class Memory>
   FUSED_ACT_FN static N read(const Instruction& i, const N& x, const Source& source, Memory& memory) {
     if constexpr (!takes) return x;
-    return i.source < kMaxOperands ? source(i.source) : memory.slot(i.source - kMaxOperands);
+    return i.source < kMaxOperands ? source(i.source) : memory.value(i.source);
   }
   template <class Step, class N, class Memory>
   FUSED_ACT_FN static N linear_part(const N& x, const N& operand, const Scalar<compute_t<N>>* s, int n,

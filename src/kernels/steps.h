@@ -383,7 +383,7 @@ struct Div : Step {
   }
 };
 
-// Steps that no operator of the list takes, for chains.
+// Steps of chains (operators.h) that no other operator takes.
 
 struct Sub : Step {
   static constexpr const char* parameters = "T";
@@ -394,7 +394,7 @@ struct Sub : Step {
 };
 
 // operand - x.
-struct SubFrom : Step {
+struct Rsub : Step {
   static constexpr const char* parameters = "T";
   template <class N>
   FUSED_ACT_FN static N apply(const N& x, const N* operand, const Scalar<compute_t<N>>*) {
@@ -411,7 +411,7 @@ struct DivOperand : Step {
 };
 
 // operand / x.
-struct DivInto : Step {
+struct Rdiv : Step {
   static constexpr const char* parameters = "T";
   template <class N>
   FUSED_ACT_FN static N apply(const N& x, const N* operand, const Scalar<compute_t<N>>*) {
@@ -437,18 +437,6 @@ struct Maximum : Step {
   }
 };
 
-// x + weight (operand - x), from the nearer end, as torch.lerp.
-struct Lerp : Step {
-  static constexpr const char* parameters = "Tf";
-  template <class N>
-  FUSED_ACT_FN static N apply(const N& x, const N* operand, const Scalar<compute_t<N>>* s) {
-    using C = compute_t<N>;
-    const N difference = sub(operand[0], x);
-    if (s[0].value < C(0.5) && s[0].value > C(-0.5)) return add(x, scale(difference, s[0].value));
-    return sub(operand[0], scale(difference, C(1) - s[0].value));
-  }
-};
-
 // clamp(x, min=c).
 struct MaxScalar : Step {
   static constexpr const char* parameters = "f";
@@ -456,15 +444,6 @@ struct MaxScalar : Step {
   template <class N>
   FUSED_ACT_FN static N apply(const N& x, const N*, const Scalar<compute_t<N>>* s) {
     return raised(x, s[0].value);
-  }
-};
-
-// scalar - x.
-struct ShiftFrom : Step {
-  static constexpr const char* parameters = "f";
-  template <class N>
-  FUSED_ACT_FN static N apply(const N& x, const N*, const Scalar<compute_t<N>>* s) {
-    return shift(negative(x), s[0].value);
   }
 };
 
@@ -507,7 +486,7 @@ struct Sqrt : Step {
 struct Rsqrt : Step {
   template <class N>
   FUSED_ACT_FN static N apply(const N& x, const N*, const Scalar<compute_t<N>>*) {
-    return inverse(square_root(x));
+    return inverse_root(x);
   }
 };
 
@@ -518,21 +497,60 @@ struct Reciprocal : Step {
   }
 };
 
-struct Cube : Step {
+// scalar - x.
+struct RsubScalar : Step {
+  static constexpr const char* parameters = "f";
   template <class N>
-  FUSED_ACT_FN static N apply(const N& x, const N*, const Scalar<compute_t<N>>*) {
-    return mul(mul(x, x), x);
+  FUSED_ACT_FN static N apply(const N& x, const N*, const Scalar<compute_t<N>>* s) {
+    return sub(constant<N>(s[0].value), x);
   }
 };
 
-// Every step, once: what a Program may be made of. A chain names a step by its place, so the list only grows, at its end.
+// scalar / x, which in eager PyTorch is the product of 1 / x and the scalar.
+struct RdivScalar : Step {
+  static constexpr const char* parameters = "f";
+  template <class N>
+  FUSED_ACT_FN static N apply(const N& x, const N*, const Scalar<compute_t<N>>* s) {
+    return scale(inverse(x), s[0].value);
+  }
+};
+
+struct PowScalar : Step {
+  static constexpr const char* parameters = "f";
+  static const char* wrong(const double* s) {
+    const double e = s[0];
+    const bool whole = e >= 2 && e <= 8 && e == int(e);
+    return whole || e == 0.5 || e == -0.5 || e == -1 || e == -2
+               ? nullptr
+               : "the exponent must be a whole number from 2 to 8, -1, -2, 0.5 or -0.5";
+  }
+  template <class N>
+  FUSED_ACT_FN static N apply(const N& x, const N*, const Scalar<compute_t<N>>* s) {
+    return power(x, s[0].value);
+  }
+};
+
+// x + weight (operand - x), from the nearer end as torch.lerp.
+struct Lerp : Step {
+  static constexpr const char* parameters = "Tf";
+  template <class N>
+  FUSED_ACT_FN static N apply(const N& x, const N* operand, const Scalar<compute_t<N>>* s) {
+    const N way = sub(operand[0], x);
+    const compute_t<N> weight = s[0].value, left = 1 - weight;
+    if (weight > -0.5f && weight < 0.5f) return add(x, scale(way, weight));
+    return sub(operand[0], scale(way, left));
+  }
+};
+
+// Every step, once: what a Program may be made of. A chain names a step by its place: the list grows at its end only.
 #define FUSED_ACT_STEPS(STEP)                                                                                         \
   STEP(Relu) STEP(LeakyRelu) STEP(Relu6) STEP(Hardtanh) STEP(Clamp) STEP(AbsClamp) STEP(MinScalar) STEP(Threshold)    \
   STEP(FatRelu) STEP(Hardshrink) STEP(Softshrink) STEP(Hardsigmoid) STEP(Hardswish) STEP(HardswishWritten)            \
   STEP(HardMish) STEP(Square) STEP(Softsign) STEP(Sigmoid) STEP(Logsigmoid) STEP(Tanh) STEP(Tanhshrink)               \
   STEP(Softplus) STEP(Elu) STEP(Celu) STEP(Selu) STEP(Silu) STEP(SiluScaled) STEP(QuickGelu) STEP(Gelu)               \
-  STEP(GeluTanh) STEP(Mish) STEP(Min) STEP(Add) STEP(MulOperand) STEP(Shift) STEP(AddOne) STEP(Mul) STEP(Div)            \
-  STEP(Sub) STEP(SubFrom) STEP(DivOperand) STEP(DivInto) STEP(Minimum) STEP(Maximum) STEP(Lerp) STEP(MaxScalar)       \
-  STEP(ShiftFrom) STEP(Neg) STEP(Abs) STEP(Exp) STEP(Log) STEP(Sqrt) STEP(Rsqrt) STEP(Reciprocal) STEP(Cube)
+  STEP(GeluTanh) STEP(Mish) STEP(Min) STEP(Add) STEP(MulOperand) STEP(Shift) STEP(AddOne) STEP(Mul) STEP(Div)         \
+  STEP(Sub) STEP(Rsub) STEP(DivOperand) STEP(Rdiv) STEP(Minimum) STEP(Maximum) STEP(MaxScalar) STEP(Neg) STEP(Abs)    \
+  STEP(Exp) STEP(Log) STEP(Sqrt) STEP(Rsqrt) STEP(Reciprocal) STEP(RsubScalar) STEP(RdivScalar) STEP(PowScalar)       \
+  STEP(Lerp)
 
 }  // namespace fused_act

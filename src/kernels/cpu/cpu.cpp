@@ -1,4 +1,6 @@
-// The CPU kernels. Compiled once per SIMD level (CPU_CAPABILITY names it); the torch side picks one at run time.
+// The CPU kernels. Compiled once per SIMD level (CPU_CAPABILITY names it); the torch side picks one at run time. The modes
+// of training run on SIMD registers; the others, forward mode and the second order, run element by element and are
+// compiled for the DEFAULT level alone: on registers they would take two thirds of the compiler's time.
 //
 // The outputs are walked in blocks that stay in the L1 cache. An input that is dense and already of the compute type
 // is read in place; any other is first gathered and converted into a buffer of its block. So one vector loop serves
@@ -160,10 +162,32 @@ struct Output {
   }
 };
 
+// Numbers that a mode is evaluated on: how many elements they are, and how those get in and out of memory.
+template <class C>
+struct Registers {
+  using N = at::vec::Vectorized<C>;
+  static constexpr int64_t kLanes = N::size();
+  static N load(const C* p) { return N::loadu(p); }
+  static N load(const C* p, int count) { return N::loadu(p, count); }
+  static void store(const N& n, C* p) { n.store(p); }
+  static void store(const N& n, C* p, int count) { n.store(p, count); }
+};
+template <class C>
+struct Elements {
+  using N = C;
+  static constexpr int64_t kLanes = 1;
+  static N load(const C* p) { return *p; }
+  static N load(const C* p, int) { return *p; }
+  static void store(N n, C* p) { *p = n; }
+  static void store(N n, C* p, int) { *p = n; }
+};
+template <Mode mode, class C>
+using Numbers = std::conditional_t<has_direction(mode), Elements<C>, Registers<C>>;
+
 // What a chain asks for at element j of the block.
 template <int O, Mode mode, class C, class Load, class Store>
 struct BlockIo {
-  using N = at::vec::Vectorized<C>;
+  using N = typename Numbers<mode, C>::N;
   const C* const* operands;
   const C* const* directions;
   C* const* gradients;
@@ -184,9 +208,10 @@ struct BlockIo {
 
 template <class Op, Mode mode, class C>
 void run(const Op& op, const Request& r, const Geometry& geometry, const CpuRange& range) {
-  using Vec = at::vec::Vectorized<C>;
+  using Number = Numbers<mode, C>;
+  using N = typename Number::N;
   constexpr int O = Op::kOperands, kSlots = O > 0 ? O : 1;
-  constexpr int64_t kLanes = Vec::size();
+  constexpr int64_t kLanes = Number::kLanes;
   constexpr bool gradients = has_operand_gradients(mode), directions = has_direction(mode);
   Input<C> x, g, u, operand[kSlots], v[directions ? kSlots : 1];
   Output<C> full[2], gradient[kSlots];
@@ -219,16 +244,17 @@ void run(const Op& op, const Request& r, const Geometry& geometry, const CpuRang
     const auto step = [&](int64_t j, const auto& load, const auto& store) {
       BlockIo<O, mode, C, std::decay_t<decltype(load)>, std::decay_t<decltype(store)>> io{
           po, pv, pgradient, r.v_present, j, load, store};
-      const Vec zero(C(0));
-      const Outputs<Vec> out = evaluate<mode>(op, scalars, load(px + j), gradients ? load(pg + j) : zero,
+      const N zero(C(0));
+      const Outputs<N> out = evaluate<mode>(op, scalars, load(px + j), gradients ? load(pg + j) : zero,
                                               directions ? load(pu + j) : zero, r.u.data != nullptr, io);
       for (int n = 0; n < full_outputs(mode); ++n) store(out.full[n], pfull[n] + j);
     };
     int64_t j = 0;
     for (; j + kLanes <= count; j += kLanes)
-      step(j, [](const C* p) { return Vec::loadu(p); }, [](const Vec& n, C* p) { n.store(p); });
+      step(j, [](const C* p) { return Number::load(p); }, [](const N& n, C* p) { Number::store(n, p); });
     if (const int rest = static_cast<int>(count - j))
-      step(j, [rest](const C* p) { return Vec::loadu(p, rest); }, [rest](const Vec& n, C* p) { n.store(p, rest); });
+      step(j, [rest](const C* p) { return Number::load(p, rest); },
+           [rest](const N& n, C* p) { Number::store(n, p, rest); });
 
     for (int n = 0; n < full_outputs(mode); ++n) full[n].close(geometry, begin, count);
     for (int k = 0; gradients && k < r.operands; ++k) {
@@ -248,12 +274,16 @@ void run_program(const Request& r, const Geometry& geometry, const CpuRange& ran
   switch (r.mode) {
     case Mode::forward:
       return run<Program, Mode::forward, C>(program, r, geometry, range);
-    case Mode::jvp:
-      return run<Program, Mode::jvp, C>(program, r, geometry, range);
     case Mode::backward:
       return run<Program, Mode::backward, C>(program, r, geometry, range);
+#if defined(CPU_CAPABILITY_DEFAULT)
+    case Mode::jvp:  // the first result of double backward
     case Mode::double_backward:
       return run<Program, Mode::double_backward, C>(program, r, geometry, range);
+#else
+    default:  // not reached
+      return;
+#endif
   }
 }
 
@@ -277,6 +307,9 @@ void FUSED_ACT_NAME(CPU_CAPABILITY)(int op, const Request& r, const Geometry& ge
   static constexpr void (*functions[])(const Request&, const Geometry&, const CpuRange&) = {
       FUSED_ACT_OPERATORS(FUSED_ACT_ENTRY)};
 #undef FUSED_ACT_ENTRY
+#if !defined(CPU_CAPABILITY_DEFAULT)
+  if (has_direction(r.mode)) return run_cpu_DEFAULT(op, r, geometry, range);
+#endif
   functions[op](r, geometry, range);
 }
 

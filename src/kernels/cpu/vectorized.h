@@ -22,6 +22,7 @@ struct Arithmetic<at::vec::Vectorized<C>> {
   static N divide(const N& a, const Scalar<C>& s) { return a / N(s.value); }
   static N quotient(const N& a, const N& b) { return a / b; }
   static N ratio(const N& a, const N& b) { return a / b; }
+  static N estimate_reciprocal(const N& a) { return N(C(1)) / a; }
   static N negative(const N& a) { return a.neg(); }
   static N absolute(const N& a) { return a.abs(); }
   static N exp(const N& a) { return a.exp(); }

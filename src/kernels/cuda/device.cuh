@@ -47,6 +47,7 @@ struct Arithmetic<Lanes<C, V>> {
   FUSED_ACT_BINARY(N, mul)
   FUSED_ACT_BINARY(N, quotient)
   FUSED_ACT_BINARY(N, ratio)
+  FUSED_ACT_UNARY(estimate_reciprocal)
   FUSED_ACT_UNARY(negative)
   FUSED_ACT_UNARY(absolute)
   FUSED_ACT_UNARY(exp)

@@ -34,13 +34,14 @@ constexpr int kMaxThreads = 2048;
 #else
 constexpr int kMaxThreads = 1536;
 #endif
-// Blocks of a compiled flat_kernel that a multiprocessor holds at least. Forward of a cheap chain: as many as there can
-// be, 32 registers a thread on an H100; of a chain with a heavy step half as many: gelu would spill, and take 8.5 times
-// the copy in bfloat16. Backward of a cheap chain takes what registers it needs.
+// Blocks of a compiled flat_kernel that a multiprocessor holds at least. In forward as many as there can be, 32 registers
+// a thread on an H100, and half as many where a heavy step has eight elements: gelu would spill, and take 8.5 times the
+// copy in bfloat16. Backward of a cheap chain takes what registers it needs.
 template <class Op>
-constexpr int flat_residents(Mode mode) {
+constexpr int flat_residents(Mode mode, int elements) {
   const int most = kMaxThreads / kThreads;
-  return Op::kHeavy ? most / 2 : mode == Mode::forward ? most : 1;
+  if (mode == Mode::forward) return Op::kHeavy && elements == 8 ? most / 2 : most;
+  return Op::kHeavy ? most / 2 : 1;
 }
 // The same of a Program: 64 registers a thread in forward, 80 in backward.
 constexpr int kProgramResidents = 4;
@@ -88,6 +89,10 @@ struct OperandArg {
   int64_t stride = 0, inner = 1, channels = 1;
   Divider by_inner, by_channels;
   Lay lay;
+
+  __host__ __device__ bool is_along_axis() const {
+    return access != Access::constant && access != Access::scalar && access != Access::full;
+  }
 };
 
 template <bool constant, int bytes, int n, class Index>
@@ -121,6 +126,14 @@ template <class Index>
 struct AxisPlace {
   int axis = -1;
   Index channel, rest;
+
+  template <class C>
+  __device__ __forceinline__ void find(const OperandArg<C>& o, Index i) {
+    const Index inner = Index(o.inner), plane = o.by_inner.quotient(i);
+    rest = i - plane * inner;
+    channel = o.wraps ? plane - o.by_channels.quotient(plane) * Index(o.channels) : plane;
+    axis = o.axis;
+  }
 };
 
 // The n elements beside a part of x, whose elements have `bytes`. The operand's are of x's type or of the compute type.
@@ -148,12 +161,7 @@ __device__ __forceinline__ Lanes<Compute<bytes>, n> load_operand(const OperandAr
     for (int j = 0; j < n; ++j) out.lane[j] = value;
     return out;
   }
-  if (place.axis != o.axis) {
-    const Index inner = Index(o.inner), plane = o.by_inner.quotient(at.i);
-    place.rest = at.i - plane * inner;
-    place.channel = o.wraps ? plane - o.by_channels.quotient(plane) * Index(o.channels) : plane;
-    place.axis = o.axis;
-  }
+  if (place.axis != o.axis) place.find(o, at.i);
   Index channel = place.channel;
   if (o.access == Access::dense)
     return elements([&](auto size) { return load_bits<true, decltype(size)::value, n>(o.data, channel, at.lo, at.hi); });
@@ -287,7 +295,7 @@ __device__ __forceinline__ void process(const Args<Op, Compute<bytes>>& a, int64
 }
 
 template <class Op, int bytes, Mode mode>
-__global__ void __launch_bounds__(kThreads, tuning::flat_residents<Op>(mode))
+__global__ void __launch_bounds__(kThreads, tuning::flat_residents<Op>(mode, kVector<bytes>))
     flat_kernel(const __grid_constant__ Args<Op, Compute<bytes>> a) {
   constexpr int V = kVector<bytes>;
   const int64_t i = (int64_t(blockIdx.x) * kThreads + threadIdx.x) * V;

@@ -159,8 +159,7 @@ class Launcher {
     arg.axis = static_cast<int>(&arg - args_.operand);
     for (int k = arg.axis - 1; k >= 0; --k) {
       const OperandArg<C>& other = args_.operand[k];
-      const bool along = other.access != Access::constant && other.access != Access::scalar && other.access != Access::full;
-      if (along && other.inner == arg.inner && other.channels == arg.channels &&
+      if (other.is_along_axis() && other.inner == arg.inner && other.channels == arg.channels &&
           other.wraps == arg.wraps)
         arg.axis = k;
     }

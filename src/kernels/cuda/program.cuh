@@ -126,11 +126,11 @@ struct SharedMemory {
   const ProgramPlan& plan;
 
 #if defined(__CUDA_ARCH__)
-  FUSED_ACT_FN GroupLanes slot(int k) { return scratch.read(kMaxOperands + k); }
-  FUSED_ACT_FN void save(int k, const GroupLanes& x) { scratch.write(kMaxOperands + k, x); }
-  FUSED_ACT_FN Cotangent<GroupLanes> cotangent(int k) { return scratch.read_masked(kMaxOperands + k); }
-  FUSED_ACT_FN void save(int k, const Cotangent<GroupLanes>& c) {
-    scratch.write_masked(kMaxOperands + k, c.value, c.active);
+  FUSED_ACT_FN GroupLanes value(int source) { return scratch.read(source); }
+  FUSED_ACT_FN void save(int source, const GroupLanes& x) { scratch.write(source, x); }
+  FUSED_ACT_FN Cotangent<GroupLanes> cotangent(int source) { return scratch.read_masked(source); }
+  FUSED_ACT_FN void save(int source, const Cotangent<GroupLanes>& c) {
+    scratch.write_masked(source, c.value, c.active);
   }
   FUSED_ACT_FN void record(int, int entry, int which, const GroupLanes& slope, const LaneMask<kGroup>& active) {
     scratch.write_masked(plan.tape + entry + which, slope, active);
@@ -139,7 +139,7 @@ struct SharedMemory {
     return scratch.read_masked(plan.tape + entry + which);
   }
 #else  // never called: what a host compiler sees of a kernel
-  GroupLanes slot(int) { return {}; }
+  GroupLanes value(int) { return {}; }
   void save(int, const GroupLanes&) {}
   Cotangent<GroupLanes> cotangent(int) { return {}; }
   void save(int, const Cotangent<GroupLanes>&) {}
@@ -160,8 +160,18 @@ struct GroupIo {
 #pragma unroll  // so that the arguments' addresses are constants
     for (int k = 0; k < kMaxOperands; ++k) {
       if (k >= a.plan.operands) break;
+      const OperandArg<float>& o = a.operand[k];
+      if (o.is_along_axis() && place[0].axis != o.axis) {
+        place[0].find(o, at.part[0].i);
+#pragma unroll
+        for (int p = 1; p < Group<bytes>::kParts; ++p) {  // mostly on the same channel
+          place[p] = place[0];
+          place[p].rest += at.part[p].i - at.part[0].i;
+          if (place[p].rest >= uint32_t(o.inner)) place[p].find(o, at.part[p].i);
+        }
+      }
       scratch.write(k, load_group(at, [&](const Part<uint32_t>& part) {
-                      return load_operand<bytes, Group<bytes>::n>(a.operand[k], part, place[&part - at.part]);
+                      return load_operand<bytes, Group<bytes>::n>(o, part, place[&part - at.part]);
                     }));
     }
   }
@@ -331,12 +341,12 @@ struct Space {
   }
 };
 
-template <class C, class Sums>
+template <class C>
 struct ElementIo {
   const Args<Program, C>& a;
   const Space& space;
   const int64_t i;
-  Sums& sums;
+  C* gradients;
 
   FUSED_ACT_FN C read(const OperandArg<C>& o, int row) const {
 #if defined(__CUDA_ARCH__)
@@ -349,32 +359,30 @@ struct ElementIo {
   FUSED_ACT_FN C operand(int k) const { return read(a.operand[k], kOperand + k); }
   FUSED_ACT_FN C direction(int k) const { return read(a.v[k], kV + k); }
   FUSED_ACT_FN bool moves(int k) const { return a.has_v[k]; }
-  FUSED_ACT_FN void gradient(int k, const C& value) {
-#if defined(__CUDA_ARCH__)
-    sums.add(k, value);
-    if (a.emit[k] == Emit::store)
-      store_element(a.gradient[k], a.gradient_dtype[k], space.offset(kGradient + k, i), value);
-#endif
-  }
+  FUSED_ACT_FN void gradient(int k, const C& value) { gradients[k] = value; }
   template <class M>
   FUSED_ACT_FN LocalMemory<M> memory() const {
     return {};
   }
 };
 
-template <class C, Mode mode, class Sums>
-__device__ __forceinline__ Outputs<C> evaluate_at(const Args<Program, C>& a, const Space& space, int64_t i, Sums& sums) {
+template <class C>
+struct ElementResults {
+  Outputs<C> out;
+  C gradient[kMaxOperands];
+};
+
+// Not inlined: with all steps in each of the kernels that call it, the compiler would take twice as long.
+template <class C, Mode mode>
+__device__ __noinline__ ElementResults<C> evaluate_at(const Args<Program, C>& a, const Space& space, int64_t i) {
   const auto read = [&](const void* p, int row) {
     return p ? load_element<C>(p, a.dtype, space.offset(row, i)) : C(0);
   };
-  ElementIo<C, Sums> io{a, space, i, sums};
-  return evaluate<mode>(a.op, a.scalars, read(a.x, kX), read(a.g, kG), read(a.u, kU), a.has_u, io);
+  ElementResults<C> results{};
+  ElementIo<C> io{a, space, i, results.gradient};
+  results.out = evaluate<mode>(a.op, a.scalars, read(a.x, kX), read(a.g, kG), read(a.u, kU), a.has_u, io);
+  return results;
 }
-
-struct NoElementSums {
-  template <class C>
-  __device__ __forceinline__ void add(int, C) {}
-};
 
 template <class C, Mode mode>
 __global__ void __launch_bounds__(kThreads)
@@ -384,12 +392,17 @@ __global__ void __launch_bounds__(kThreads)
   for (int n = 0; n < tuning::kStridedElements; ++n) {
     const int64_t i = first + n * kThreads;
     if (i >= a.numel) return;
-    NoElementSums sums;
-    const Outputs<C> out = evaluate_at<C, mode>(a, space, i, sums);
+    const ElementResults<C> results = evaluate_at<C, mode>(a, space, i);
     constexpr int outputs = full_outputs(mode);
 #pragma unroll
     for (int k = 0; k < outputs; ++k)
-      if (a.out[k]) store_element(a.out[k], a.dtype, space.offset(kOut + k, i), out.full[k]);
+      if (a.out[k]) store_element(a.out[k], a.dtype, space.offset(kOut + k, i), results.out.full[k]);
+    if constexpr (has_operand_gradients(mode)) {
+#pragma unroll
+      for (int k = 0; k < kMaxOperands; ++k)
+        if (a.emit[k] == Emit::store)
+          store_element(a.gradient[k], a.gradient_dtype[k], space.offset(kGradient + k, i), results.gradient[k]);
+    }
   }
 }
 
@@ -398,13 +411,6 @@ struct Reduction {
   int64_t kept, reduced;
   int64_t length, chunks;
   int kept_ndim;
-};
-
-template <class C>
-struct OneSum {
-  int which;
-  C sum;
-  __device__ __forceinline__ void add(int k, C value) { sum += k == which ? value : C(0); }
 };
 
 template <class C, Mode mode>
@@ -416,10 +422,10 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t index = warp / reduction.chunks;
   const int64_t from = warp % reduction.chunks * reduction.length;
   const int64_t to = from + reduction.length < reduction.reduced ? from + reduction.length : reduction.reduced;
-  OneSum<C> sums{which, C(0)};
+  C total = C(0);
   for (int64_t r = from + threadIdx.x % kWarp; r < to; r += kWarp)
-    evaluate_at<C, mode>(a, space, index * reduction.reduced + r, sums);
-  const C sum = warp_sum(sums.sum);
+    total += evaluate_at<C, mode>(a, space, index * reduction.reduced + r).gradient[which];
+  const C sum = warp_sum(total);
   if (threadIdx.x % kWarp == 0) {
     if (reduction.chunks == 1) {
       store_element(a.gradient[which], a.gradient_dtype[which],

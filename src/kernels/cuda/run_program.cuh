@@ -10,10 +10,9 @@ const char* run_program_in_any_mode(const Request& r, const Geometry& geometry, 
   switch (r.mode) {
     case Mode::forward:
       return message(Launcher<Program, bytes, Mode::forward>(r.program, r, geometry, cuda).run());
-    case Mode::jvp:
-      return message(Launcher<Program, bytes, Mode::jvp>(r.program, r, geometry, cuda).run());
     case Mode::backward:
       return message(Launcher<Program, bytes, Mode::backward>(r.program, r, geometry, cuda).run());
+    case Mode::jvp:  // the first result of double backward
     case Mode::double_backward:
       return message(Launcher<Program, bytes, Mode::double_backward>(r.program, r, geometry, cuda).run());
   }
