@@ -5,6 +5,7 @@ it takes those of the table.
 """
 
 import random
+import re
 
 import cases
 import oracle
@@ -83,8 +84,10 @@ PARAMETERS = dict(_C._steps)
 UNARY = [name for name in STEPS if "T" not in PARAMETERS[name]]
 BINARY = [name for name in STEPS if "T" in PARAMETERS[name]]
 
+CHAIN_ONLY = list(STEPS)[list(STEPS).index("Sub") :]  # of which no operator of the table is made
+
 # Values that differ from eager's in the last digits, beside those that oracle.py knows.
-INEXACT = {"rsqrt", "pow", "lerp"}
+INEXACT = {"sqrt", "rsqrt", "pow"}
 
 
 def test_every_step_is_tested():
@@ -139,16 +142,43 @@ def single(name):
 # One step
 
 
-@pytest.mark.parametrize("name", UNARY)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+# Derivatives that leave the range of the compute type before the gradient does.
+STEEP = {"Square", "Exp", "Log", "Sqrt", "Rsqrt", "Reciprocal", "RdivScalar", "PowScalar"}
+
+
+def assert_steep_gradient(op, actual, x, params, go):
+    """As assert_gradient, but that both may overflow where the derivative all but does."""
+    x, go, actual = x.detach().cpu(), go.cpu().double(), actual.cpu().double()
+    slope, expected = oracle.slopes(op, x, params)[0], oracle.oracle_gradients(op, x, params, go)[0]
+    ok = oracle.within(actual, expected, go.abs() * slope.abs().clamp(min=1), x.dtype)
+    ok |= (actual.isinf() | expected.isinf()) & (4 * slope).to(oracle.COMPUTE[x.dtype]).isinf()
+    oracle.report(ok, actual=actual, expected=expected, x=x, go=go)
+
+
+# Half types: where they are rounded is tested below, for whole chains.
+@pytest.mark.parametrize(
+    "name, dtype",
+    [(name, dtype) for name in UNARY for dtype in cases.WIDES if dtype == torch.float32 or name in CHAIN_ONLY],
+)
 def test_step(name, dtype, device):
     for steps in single(name):
         op, scalars = as_operator(steps)
-        x = cases.grid(dtype, op, scalars).to(device).requires_grad_()
+        x = (cases.grid(dtype, op, scalars) + 0.0).to(device)  # a zero's sign is that of 1 / sqrt(x)
+        if scalars.get("c0") in (0.5, -0.5):
+            x = x.abs()  # torch.pow(-inf, -1.5), in the derivative, is 0
+        x.requires_grad_()
         y = run(steps, x)
         assert_value(op, y, x, scalars)
         go = cases.ordinary(dtype)[torch.arange(x.numel()) % 509].to(device)
-        assert_gradient(op, torch.autograd.grad(y, x, go)[0], x, scalars, go)
+        check = assert_steep_gradient if name in STEEP else assert_gradient
+        check(op, torch.autograd.grad(y, x, go)[0], x, scalars, go)
+
+
+@pytest.mark.parametrize("name", sorted(set(UNARY) & set(CHAIN_ONLY)))
+def test_step_on_all_halves(name, half, device):
+    for steps in single(name):
+        x = cases.patterns(half).to(device)
+        assert_value(as_operator(steps)[0], run(steps, x), x, as_operator(steps)[1])
 
 
 @pytest.mark.parametrize("name", BINARY)
@@ -181,7 +211,7 @@ def test_ties_infinities_and_nan_of_two_numbers(name, device):
             torch.testing.assert_close(got, want, rtol=1e-6, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("exponent", [2.0, 3.0, 0.5, -1.0])
+@pytest.mark.parametrize("exponent", [2.0, 3.0, -1.0])
 def test_powers_that_are_products_equal_eager(exponent, wide):
     x = cases.exponents(wide)
     assert_same(run([("PowScalar", None, (exponent,))], x), x**exponent, x=x)
@@ -214,8 +244,11 @@ BOUNDED = [("AbsClamp", None, (1.5,))]
 # What comes before a step so that neither values nor derivatives explode.
 BEFORE = {name: POSITIVE for name in ("Log", "Sqrt", "Rsqrt", "Reciprocal", "RdivScalar", "Rdiv")}
 BEFORE |= {name: BOUNDED for name in ("Exp", "Square", "MulOperand")} | {"PowScalar": BOUNDED + POSITIVE}
-ARITHMETIC = [name for name in STEPS if not oracle.transcendental(as_operator(single(name)[0])[0])]
-ARITHMETIC = [name for name in ARITHMETIC if name not in ("Rsqrt", "PowScalar", "Lerp")]
+ARITHMETIC = [
+    name
+    for name, (expression, _) in STEPS.items()
+    if not (oracle.TRANSCENDENTAL | INEXACT) & set(re.findall(r"[A-Za-z_]\w*", expression))
+]
 
 
 def random_chain(seed, names, length=12):
@@ -532,7 +565,7 @@ def test_opcheck(device):
     ops = torch.ops.fused_act
     torch.library.opcheck(ops.chain.default, (x, *given))
     torch.library.opcheck(
-        ops.chain.default, (x.detach().transpose(0, 2).requires_grad_(), [bias.detach().mT], *given[1:])
+        ops.chain.default, (x.detach().mT.requires_grad_(), [bias.detach().mT, bias.detach()[0]], *given[1:])
     )
     torch.library.opcheck(
         ops.chain_jvp.default, (x, *given), {"x_tangent": x.detach(), "operand_0_tangent": bias.detach()}

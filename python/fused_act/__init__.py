@@ -14,8 +14,9 @@ import torch  # noqa: E402,F401  (the library's symbols resolve against it)
 
 from . import _C, _vmap, functional, nn  # noqa: E402,F401
 from ._build_info import version as __version__  # noqa: E402
+from ._fuse import Report, explain, fuse  # noqa: E402
 from ._table import Operator, Parameter, ops  # noqa: E402
 
 _vmap.register()
 
-__all__ = ["Operator", "Parameter", "__version__", "functional", "nn", "ops"]
+__all__ = ["Operator", "Parameter", "Report", "__version__", "explain", "functional", "fuse", "nn", "ops"]

@@ -25,8 +25,8 @@ dtype and the strides of `torch.empty_like(x)`, rounded once. Operands broadcast
 enlarging it.
 
 `program` is a list of int: {version}, the version of the encoding, and for each step its code and the source of its
-operand. A source is {none} where the step takes none, 0 to {last_operand} for an operand, {first_slot} to {last_slot} for
-a slot. Code {save} saves the value to a slot, code {load} replaces it by an operand or a slot; the other codes are below.
+operand. A source is {none} where the step takes none, 0 to {last_operand} for an operand, {first_slot} to {last_slot}
+for a slot. Code {save} saves the value to a slot, code {load} replaces it by an operand or a slot; others are below.
 `scalars` has the scalars of all steps, in order. There can be {steps} steps, {operands} operands, {slots} slots and
 {scalars} scalars. What is wrong with a program is a ValueError.
 

@@ -290,7 +290,7 @@ template <class N>
 FUSED_ACT_FN N inverse_root(const N& x) {
   if constexpr (is_dual<N>::value) {
     const auto value = inverse_root(x.value);
-    return smooth(x, value, scale(quotient(value, x.value), compute_t<N>(-0.5)));
+    return smooth(x, value, quotient(scale(value, compute_t<N>(-0.5)), x.value));
   } else {
     return quotient(constant<N>(1), Arithmetic<N>::sqrt(x));
   }
@@ -330,6 +330,20 @@ FUSED_ACT_FN N power(const N& x, compute_t<N> exponent) {
     // Where the product overflowed `low` is no number.
     if (whole > 3) high = select(below(absolute(low), C(__builtin_inf())), add(high, low), high);
     return size == C(whole) ? high : mul(high, turned(A::sqrt(x)));
+  }
+}
+
+// a + weight (b - a), from the nearer end and with one rounding less, as torch.lerp.
+template <class N>
+FUSED_ACT_FN N interpolated(const N& a, const N& b, compute_t<N> weight) {
+  using C = compute_t<N>;
+  if constexpr (is_dual<N>::value) {
+    N r = add(scale(a, 1 - weight), scale(b, weight));
+    r.value = interpolated(a.value, b.value, weight);
+    return r;
+  } else {
+    const bool near = weight > C(-0.5) && weight < C(0.5);
+    return Arithmetic<N>::fma(sub(b, a), constant<N>(near ? weight : weight - 1), near ? a : b);
   }
 }
 

@@ -530,15 +530,11 @@ struct PowScalar : Step {
   }
 };
 
-// x + weight (operand - x), from the nearer end as torch.lerp.
 struct Lerp : Step {
   static constexpr const char* parameters = "Tf";
   template <class N>
   FUSED_ACT_FN static N apply(const N& x, const N* operand, const Scalar<compute_t<N>>* s) {
-    const N way = sub(operand[0], x);
-    const compute_t<N> weight = s[0].value, left = 1 - weight;
-    if (weight > -0.5f && weight < 0.5f) return add(x, scale(way, weight));
-    return sub(operand[0], scale(way, left));
+    return interpolated(x, operand[0], s[0].value);
   }
 };
 

@@ -1,0 +1,449 @@
+"""Runs of pointwise operations in a graph, and the functions that they become."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+
+from . import _pointwise
+from ._lower import Builder, Unlowerable, leaves, lower
+from ._pointwise import Expr, Operation
+from ._program import encode
+from ._table import OPERATORS
+from ._trace import has_hooks, original_class
+
+_FLOATS = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
+_TENSORS = frozenset((Tensor, nn.Parameter, FakeTensor, FunctionalTensor))
+_WITH_CUDA = torch._C._dispatch_has_kernel_for_dispatch_key("fused_act::relu", "CUDA")
+
+
+def admits(x: Tensor, *operands: Tensor) -> bool:
+    """Whether eager's result has the shape and dtype of x, and the kernels take these tensors."""
+    dtype = x.dtype
+    if type(x) not in _TENSORS or dtype not in _FLOATS or x.layout != torch.strided:
+        return False
+    if not (x.is_cpu or (x.is_cuda and _WITH_CUDA) or x.is_meta):
+        return False
+    if operands:
+        shape = x.shape
+        for o in operands:
+            if type(o) not in _TENSORS or o.layout != torch.strided:
+                return False
+            if o.dtype != dtype and (o.ndim or not shape or o.dtype not in _FLOATS):
+                return False
+            if o.device != x.device and (o.ndim or not o.is_cpu):
+                return False
+            sizes = o.shape
+            if sizes != shape:
+                lead = len(shape) - len(sizes)
+                if lead < 0:
+                    return False
+                for k, size in enumerate(sizes, lead):
+                    if size != 1 and size != shape[k]:
+                        return False
+    return True
+
+
+@dataclass
+class Run:
+    """Nodes that become one kernel.
+
+    Attributes:
+        nodes: in the order of the graph; the last one is the value.
+        inputs: what the nodes read from outside.
+        kernels: that eager launches for them.
+        programs: for each input that may have the shape of the result: it, the steps, the operands.
+        names: of the operations.
+        kernel: the operator called, with its steps.
+    """
+
+    nodes: list[fx.Node]
+    inputs: list[fx.Node]
+    kernels: int
+    programs: list[tuple[fx.Node, list[tuple], list[fx.Node]]]
+    names: list[str] = field(default_factory=list)
+    kernel: str = ""
+    reads_before: int = 0
+    reads_after: int = 0
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """A graph with its runs replaced.
+
+    Attributes:
+        graph: the graph.
+        runs: what was fused.
+        left: pointwise operations that stay, with the reason.
+        kernels: pointwise kernels of eager.
+        fused_away: paths of modules whose forward is not called any more.
+        conv: those among them whose bias has to be there.
+        batch_norms: those among them that must be in eval mode.
+    """
+
+    graph: fx.Graph
+    runs: list[Run]
+    left: list[tuple[str, str]]
+    kernels: int
+    fused_away: list[str]
+    conv: set[str]
+    batch_norms: set[str]
+
+
+def _small(node: fx.Node) -> bool:
+    """Whether a value is a parameter or a constant, which no result has the shape of."""
+    return (
+        node.op == "get_attr"
+        or node.op == "call_function"
+        and (
+            node.target is _pointwise.channel_bias
+            or node.target in (operator.getitem,)
+            and isinstance(node.args[0], fx.Node)
+            and node.args[0].target is folded
+            or isinstance(node.target, _pointwise.Constant)
+            or getattr(node.target, "__name__", "") in ("tensor", "as_tensor")
+        )
+    )
+
+
+def folded(bn: nn.Module, dimensions: int) -> tuple[Tensor, Tensor]:
+    """Scale and shift of a BatchNorm in eval mode, for a result with that many dimensions after C."""
+    from .nn import fold_batchnorm
+
+    scale, shift = fold_batchnorm(bn)
+    shape = (-1,) + (1,) * dimensions
+    return scale.view(shape), shift.view(shape)
+
+
+_BATCH_NORMS = {nn.BatchNorm2d: 2, nn.BatchNorm3d: 3}
+
+
+class _Analyser:
+    def __init__(self, graph: fx.Graph, root: nn.Module, fold_batchnorm: bool) -> None:
+        self.graph, self.root = graph, root
+        self.split: dict[fx.Node, tuple[fx.Node, list[fx.Node]]] = {}
+        graph.eliminate_dead_code(is_impure_node=self._is_impure)
+        # A convolution's own kernel for its bias counts, and a BatchNorm's, where it is to be folded.
+        self._split_layers(fold_batchnorm)
+
+    def _is_impure(self, node: fx.Node) -> bool:
+        if node.op in ("placeholder", "output"):
+            return True
+        if node.op == "get_attr":
+            return False
+        op = _pointwise.operation(node, self.root)
+        if op is not None:
+            return op.in_place
+        return not (_pointwise._is_shape(node) or _pointwise.constant(node) is not None)
+
+    def _split_layers(self, fold_batchnorm: bool) -> None:
+        for node in list(self.graph.nodes):
+            if node.op != "call_module" or len(node.args) != 1 or node.kwargs:
+                continue
+            layer = self.root.get_submodule(node.target)
+            kind = original_class(layer)
+            if has_hooks(layer):
+                continue
+            with self.graph.inserting_after(node):
+                if kind in _pointwise.CONVOLUTIONS and layer.bias is not None:
+                    module = self.graph.get_attr(node.target)
+                    with self.graph.inserting_after(module):
+                        bare = self.graph.call_function(_pointwise.convolve, (module, node.args[0]))
+                    with self.graph.inserting_after(bare):
+                        bias = self.graph.call_function(_pointwise.channel_bias, (module,))
+                    with self.graph.inserting_after(bias):
+                        result = self.graph.call_function(_pointwise.add_bias, (bare, bias))
+                    made = [result, bias, bare, module]
+                elif (
+                    fold_batchnorm
+                    and kind in _BATCH_NORMS
+                    and not layer.training
+                    and layer.running_mean is not None
+                    and layer.running_var is not None
+                ):
+                    module = self.graph.get_attr(node.target)
+                    with self.graph.inserting_after(module):
+                        pair = self.graph.call_function(folded, (module, _BATCH_NORMS[kind]))
+                    with self.graph.inserting_after(pair):
+                        scale = self.graph.call_function(operator.getitem, (pair, 0))
+                    with self.graph.inserting_after(scale):
+                        shift = self.graph.call_function(operator.getitem, (pair, 1))
+                    with self.graph.inserting_after(shift):
+                        arguments = (node.args[0], scale, shift)
+                        result = self.graph.call_function(_pointwise.scale_and_shift, arguments)
+                    made = [result, shift, scale, pair, module]
+                else:
+                    continue
+            node.replace_all_uses_with(result)
+            self.split[result] = node, made
+
+    def _order(self) -> None:
+        """Makes in-place operations on memory that nothing else sees plain ones, and counts the others, which no run
+        may be moved over."""
+        self.ops: dict[fx.Node, Operation] = {}
+        self.unsafe: dict[fx.Node, str] = {}
+        self.segment: dict[fx.Node, int] = {}
+        self.fresh: set[fx.Node] = set()
+        fences = 0
+        position = {node: k for k, node in enumerate(self.graph.nodes)}
+        for node in list(self.graph.nodes):
+            op = _pointwise.operation(node, self.root)
+            if op is not None:
+                self.ops[node] = op
+            if op is None:
+                if node.op not in ("placeholder", "output", "get_attr"):
+                    if _pointwise.is_fresh(node, self.root):
+                        self.fresh.add(node)
+                    elif _pointwise.is_fence(node, self.root):
+                        fences += 1
+            elif op.in_place and isinstance(node.args[0], fx.Node):
+                target = node.args[0]
+                others = [user for user in target.users if user is not node]
+                before = [u for u in others if position[u] < position[node]]
+                if target in self.fresh and all(u in self.fresh for u in before):
+                    for user in others:
+                        if position[user] > position[node]:
+                            user.replace_input_with(target, node)
+                    self.fresh.add(node)
+                else:
+                    del self.ops[node]
+                    self.unsafe[node] = "in place, and others may see the tensor that it overwrites"
+                    fences += 1
+            elif op.kernels:
+                self.fresh.add(node)
+            self.segment[node] = fences
+
+    # -----------------------------------------------------------------------------------------------------------------
+
+    def _expression(self, nodes: set[fx.Node], root: fx.Node) -> Expr:
+        build, memo = Builder(), {}
+
+        def value(node: fx.Node) -> Expr:
+            if node not in memo:
+                if node in nodes:
+                    memo[node] = build(self.ops[node].expression(value))
+                else:
+                    memo[node] = build(_pointwise._leaf(node))
+            return memo[node]
+
+        return value(root)
+
+    def _programs(self, nodes: set[fx.Node], root: fx.Node) -> list:
+        """Programs for each input that may have the result's shape."""
+        e = self._expression(nodes, root)
+        inputs = [leaf.node for leaf in leaves(e)]
+        candidates = [n for n in inputs if not _small(n)] + [n for n in inputs if n.op == "get_attr"]
+        if not candidates:
+            raise Unlowerable("it has no input")
+        return [(main, *lower(e, main)) for main in candidates[:3]]
+
+    def _producers(self, nodes: set[fx.Node], segment: int) -> list[fx.Node]:
+        return [
+            p
+            for p in reversed(list(self.graph.nodes))
+            if p in self.ops
+            and p not in nodes
+            and p not in self.taken
+            and self.segment[p] == segment
+            and p.users
+            and all(user in nodes for user in p.users)
+        ]
+
+    def _grow(self, root: fx.Node) -> tuple[set[fx.Node], list]:
+        segment, nodes = self.segment[root], {root}
+        while more := self._producers(nodes, segment):
+            nodes.update(more)
+        try:
+            return nodes, self._programs(nodes, root)
+        except Unlowerable as error:
+            self.reasons[root] = str(error)
+        nodes, programs, refused = {root}, None, set()
+        try:
+            programs = self._programs(nodes, root)
+        except Unlowerable:
+            programs = None  # erf alone, say
+        while True:
+            producer = next((p for p in self._producers(nodes, segment) if p not in refused), None)
+            if producer is None:
+                break
+            try:
+                programs = self._programs(nodes | {producer}, root)
+            except Unlowerable:
+                refused.add(producer)
+            else:
+                nodes.add(producer)
+        if programs is None:
+            raise Unlowerable(self.reasons[root])
+        return nodes, programs
+
+    def run(self) -> Analysis:
+        runs = self._form()
+        if apart := [result for result in self.split if result not in self.taken]:
+            for result in apart:  # nothing follows that the bias could go into: the layer keeps it
+                layer, made = self.split.pop(result)
+                result.replace_all_uses_with(layer)
+                for node in made:
+                    self.graph.erase_node(node)
+            runs = self._form()
+        hidden = ("identity", "add_bias", "scale_and_shift")
+        left = [(op.name, self.reasons[n]) for n, op in self.ops.items() if n not in self.taken]
+        left = [(name, why) for name, why in left if name not in hidden]
+        left += [(_describe(n), why) for n, why in self.unsafe.items()]
+        kernels = sum(op.kernels for op in self.ops.values()) + len(self.unsafe)
+        return self._replace(runs, left, kernels)
+
+    def _form(self) -> list[Run]:
+        self._order()
+        self.taken: dict[fx.Node, Run] = {}
+        self.reasons: dict[fx.Node, str] = {}
+        runs: list[Run] = []
+        for root in reversed(list(self.graph.nodes)):
+            if root not in self.ops or root in self.taken:
+                continue
+            try:
+                nodes, programs = self._grow(root)
+            except Unlowerable as error:
+                self.reasons[root] = str(error)
+                continue
+            kernels = sum(self.ops[n].kernels for n in nodes)
+            if kernels < 2 or not programs[0][1]:
+                self.reasons[root] = "one kernel already"
+                continue
+            ordered = [n for n in self.graph.nodes if n in nodes]
+            inputs = list(dict.fromkeys(a for n in ordered for a in n.all_input_nodes if a not in nodes))
+            run = Run(ordered, inputs, kernels, programs)
+            run.names = [self.ops[n].name + "_" * self.ops[n].in_place for n in ordered]
+            run.reads_before = sum(sum(not _small(a) for a in n.all_input_nodes) for n in ordered) + kernels
+            run.reads_after = sum(not _small(a) for a in inputs) + 1
+            runs.append(run)
+            for n in nodes:
+                self.taken[n] = run
+        return runs
+
+    def _replace(self, runs: list[Run], left: list, kernels: int) -> Analysis:
+        away, conv, norms = [], set(), set()
+        for result, (layer, _) in self.split.items():
+            away.append(layer.target)
+            (conv if result.target is _pointwise.add_bias else norms).add(layer.target)
+            self.graph.erase_node(layer)
+        for run in runs:
+            root = run.nodes[-1]
+            away += [n.target for n in run.nodes if n.op == "call_module"]
+            function = self._function(run)
+            with self.graph.inserting_after(root):
+                fused = self.graph.call_function(function, tuple(run.inputs))
+            root.replace_all_uses_with(fused)
+            for node in reversed(run.nodes):
+                self.graph.erase_node(node)
+        self.graph.eliminate_dead_code(is_impure_node=lambda n: n.op != "get_attr")
+        return Analysis(self.graph, runs[::-1], left, kernels, list(dict.fromkeys(away)), conv, norms)
+
+    def _function(self, run: Run) -> Callable:
+        """``kernel(*inputs)``: one operator where the inputs allow it, the original operations elsewhere."""
+        names = {node: f"x{k}" for k, node in enumerate(run.inputs)}
+        scope: dict[str, Any] = {"admits": admits, "original": self._original(run)}
+        lines = [f"def kernel({', '.join(names.values())}):"]
+        guard = ""
+        if any(self.ops[n].promoted for n in run.nodes):
+            scope["autocasts"] = torch.is_autocast_enabled
+            guard = " and not autocasts()"  # which would compute and return float32
+        for k, (main, steps, operands) in enumerate(run.programs):
+            given = [names[o] for o in operands]
+            # A layer adds its own bias in the dtype of its result, whatever the bias has.
+            checked = [names[o] for o in run.inputs if o is not main and not self._belongs_to_layer(o)]
+            call, description = _call(k, names[main], given, steps, scope)
+            run.kernel = run.kernel or description
+            lines += [f"    if admits({', '.join([names[main], *checked])}){guard}:", f"        return {call}"]
+        lines.append(f"    return original({', '.join(names.values())})")
+        exec(compile("\n".join(lines), "<fused_act.fuse>", "exec"), scope)
+        kernel = scope.pop("kernel")
+        kernel.__module__ = "fused_act"
+        return kernel
+
+    def _belongs_to_layer(self, node: fx.Node) -> bool:
+        return node.op == "call_function" and (
+            node.target is _pointwise.channel_bias or (node.target is operator.getitem and _small(node))
+        )
+
+    def _original(self, run: Run) -> Callable:
+        graph = fx.Graph()
+        copies = {node: graph.placeholder(f"x{k}") for k, node in enumerate(run.inputs)}
+        for node in run.nodes:
+            op, target, args, kwargs = _pointwise.as_function(self.ops[node], node)
+            args, kwargs = fx.node.map_arg((args, kwargs), copies.__getitem__)
+            copies[node] = graph.create_node(op, target, args, kwargs)
+        graph.output(copies[run.nodes[-1]])
+        return compiled(graph, has_self=False)
+
+
+def compiled(graph: fx.Graph, has_self: bool = True) -> Callable:
+    """The graph as a function of its placeholders, and of ``self`` first."""
+    code = graph.python_code("self")
+    # Without a module's name in its globals, TorchDynamo takes the globals as they are.
+    scope = {k: v for k, v in code.globals.items() if k != "__name__"}
+    source = code.src if has_self else code.src.replace("forward(self, ", "forward(", 1).replace("(self)", "()", 1)
+    exec(compile(source, "<fused_act.fuse>", "exec"), scope)
+    return scope["forward"]
+
+
+def _describe(node: fx.Node) -> str:
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+
+
+# Steps of the catalogue's chains that a template computes, and how the call takes operand and scalars.
+_CHAINS = {
+    ("Relu", "HardswishWritten"): "relu_hardswish",
+    ("Relu", "Add"): "relu_bias",
+    ("Relu", "Square"): "relu_squared",
+    ("Div", "LeakyRelu"): "div_leaky_relu",
+    ("Min", "Add", "Mul"): "min_bias_scale",
+}
+
+
+def _named(steps: list[tuple]) -> str | None:
+    """The operator of the catalogue that is exactly these steps."""
+    names = tuple(name for name, _, _ in steps)
+    if len(steps) == 1 and steps[0][1] is None:
+        snake = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", names[0]).lower()
+        op = next((op for op in OPERATORS if op.name == snake and not op.packing), None)
+        return snake if op and len(op.parameters) == len(steps[0][2]) else None
+    if any(source is not None and source[0] != "operand" for _, source, _ in steps):
+        return None
+    return _CHAINS.get(names)
+
+
+def _call(k: int, x: str, operands: list[str], steps: list[tuple], scope: dict) -> tuple[str, str]:
+    """The source of the call and its description."""
+    named = _named(steps)
+    if named:
+        scope[f"operator_{k}"] = getattr(torch.ops.fused_act, named).default
+        arguments = [x]
+        for _, source, scalars in steps:
+            arguments += [operands[source[1]]] if source else map(_literal, scalars)
+        if operands:
+            arguments.append("dim=-1")  # where one dimension broadcasts to
+        return f"operator_{k}({', '.join(arguments)})", named
+    scope[f"operator_{k}"] = torch.ops.fused_act.chain.default
+    scope[f"program_{k}"], scope[f"scalars_{k}"] = encode(steps)
+    return f"operator_{k}({x}, [{', '.join(operands)}], program_{k}, scalars_{k})", f"chain({', '.join(_shown(steps))})"
+
+
+def _literal(value: float) -> str:
+    return repr(value) if value - value == 0 else f"float({str(value)!r})"
+
+
+def _shown(steps: list[tuple]) -> list[str]:
+    return [name + (f"({', '.join(f'{s:g}' for s in scalars)})" if scalars else "") for name, _, scalars in steps]
+
+
+def analyse(graph: fx.Graph, root: nn.Module, fold_batchnorm: bool = False) -> Analysis:
+    """Replaces the runs of a graph by calls of one kernel each. The graph is changed."""
+    return _Analyser(graph, root, fold_batchnorm).run()
