@@ -194,7 +194,7 @@ class _Tracer(fx.Tracer):
     def call_module(self, m: nn.Module, forward: Callable, args: tuple, kwargs: dict) -> Any:
         path = self.path_of_module(m)
         if self.submodule_paths is not None and not has_hooks(m) and _is_own(m):
-            last, depth = next(reversed(self.graph.nodes), None), len(self.inlined)
+            last, depth = next(iter(reversed(self.graph.nodes)), None), len(self.inlined)
             self.inlined.append((path, m))
             sides = _Sides([m])
             try:
