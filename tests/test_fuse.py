@@ -351,7 +351,21 @@ def test_zero_dimensional_operand_of_another_dtype_does_not_promote():
     assert fused_kernels(fused, x, y) == 1 and fused(x, y).dtype == torch.bfloat16
 
 
-# In place ------------------------------------------------------------------------------------------------------------
+def test_the_device_of_a_result_that_is_fused_away():
+    """As models write a bound: the tensor of it is made on the device of the value before."""
+
+    # In place ------------------------------------------------------------------------------------------------------------
+
+
+def function(x):
+        x = x + 0.5
+        x = torch.min(x, torch.tensor(0.0, device=x.device))
+        return nn.functional.gelu(x) * 2
+
+    fused = fused_act.fuse(function)
+    (x,) = tensors((3, 5))
+    assert fused_kernels(fused, x) == 1
+    close(fused(x), function(x).double(), torch.float32)
 
 
 def test_in_place_on_memory_of_its_own_is_fused():

@@ -129,6 +129,7 @@ class _Analyser:
     def __init__(self, graph: fx.Graph, root: nn.Module, fold_batchnorm: bool) -> None:
         self.graph, self.root = graph, root
         self.split: dict[fx.Node, tuple[fx.Node, list[fx.Node]]] = {}
+        self._ask_inputs_for_devices()
         graph.eliminate_dead_code(is_impure_node=self._is_impure)
         # A convolution's own kernel for its bias counts, and a BatchNorm's, where it is to be folded.
         self._split_layers(fold_batchnorm)
@@ -142,6 +143,16 @@ class _Analyser:
         if op is not None:
             return op.in_place
         return not (_pointwise._is_shape(node) or _pointwise.constant(node) is not None)
+
+    def _ask_inputs_for_devices(self) -> None:
+        """`x.device` of an operation's result is that of its only tensor, so it need not be made for that."""
+        for node in self.graph.nodes:
+            if node.op != "call_function" or node.target is not getattr or node.args[1] != "device":
+                continue
+            source = node.args[0]
+            while _pointwise.operation(source, self.root) and len(source.all_input_nodes) == 1:
+                [source] = source.all_input_nodes
+            node.replace_input_with(node.args[0], source)
 
     def _split_layers(self, fold_batchnorm: bool) -> None:
         for node in list(self.graph.nodes):
