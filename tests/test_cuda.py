@@ -317,3 +317,24 @@ def test_graph_survives_a_backward_in_another_thread(op):
     torch.cuda.current_stream().wait_stream(stream)
     for a, b in zip(torch.autograd.grad(y, leaves, go), expected[1:]):
         assert_same(a, b)
+
+
+@pytest.mark.parametrize("gradient", ["of a sum", "channels_last"])
+@pytest.mark.parametrize("name", ["relu_bias", "hardsigmoid", "bias_act"])
+def test_gradients_in_another_order_do_not_go_element_by_element(name, gradient):
+    x = torch.randn(8, 16, 40, 40, device="cuda", requires_grad=True)
+    bias = torch.randn(16, device="cuda", requires_grad=True)
+    arguments = {"relu_bias": [bias], "hardsigmoid": [], "bias_act": [bias, "leaky_relu"]}[name]
+    function = getattr(torch.ops.fused_act, name)
+    leaves = [x, bias] if arguments else [x]
+    go = torch.ones((), device="cuda").expand(x.shape)
+    if gradient == "channels_last":
+        go = torch.randn_like(x).contiguous(memory_format=torch.channels_last)
+    want = torch.autograd.grad(function(x, *arguments), leaves, go.contiguous())
+    y = function(x, *arguments)
+    with torch.profiler.profile() as profile:
+        got = torch.autograd.grad(y, leaves, go)
+        torch.cuda.synchronize()
+    assert not [e.name for e in profile.events() if re.search("fused_act::(strided|reduce)_kernel", e.name)]
+    for a, b in zip(got, want):
+        assert torch.equal(a, b)
