@@ -6,6 +6,7 @@ import io
 import json
 import math
 import pickle
+import random
 import threading
 
 import cases
@@ -354,18 +355,129 @@ def test_zero_dimensional_operand_of_another_dtype_does_not_promote():
 def test_the_device_of_a_result_that_is_fused_away():
     """As models write a bound: the tensor of it is made on the device of the value before."""
 
-    # In place ------------------------------------------------------------------------------------------------------------
-
-
-def function(x):
+    def bounded(x):
         x = x + 0.5
         x = torch.min(x, torch.tensor(0.0, device=x.device))
         return nn.functional.gelu(x) * 2
 
-    fused = fused_act.fuse(function)
     (x,) = tensors((3, 5))
-    assert fused_kernels(fused, x) == 1
-    close(fused(x), function(x).double(), torch.float32)
+    check(bounded, x, kernels=1, scale=4)
+
+
+@pytest.mark.parametrize("exponent", [9, 12, 64, -3, -4, 2.5])
+def test_powers_that_no_step_has_stay(exponent):
+    (x,) = tensors((3, 5))
+    function = lambda x: (x.abs() + 1) ** exponent * 2 + 1  # noqa: E731
+    close(fused_act.fuse(function)(x), function(x.double()), torch.float32, scale=64)
+
+
+def test_tracing_leaves_other_threads_alone():
+    seen, stop = set(), threading.Event()
+
+    def work():
+        while not stop.is_set():
+            try:
+                seen.add(type(torch.zeros(3) + 1))
+                torch.is_grad_enabled()
+            except Exception as error:
+                seen.add(repr(error))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        for _ in range(20):
+            fused_act.fuse(lambda x, b: torch.tanh(torch.tanh(x * 2 + b) * 2 + b))(torch.ones(3), torch.ones(3))
+    finally:
+        stop.set()
+        thread.join()
+    assert seen == {torch.Tensor}
+
+
+def test_an_instance_with_a_forward_of_its_own_is_called():
+    x = torch.randn(2, 3, 6, 6)
+    for place in (0, 1):
+        model = nn.Sequential(nn.Conv2d(3, 3, 1), nn.ReLU(), nn.Tanh())
+        fused = fused_act.fuse(model)
+        fused(x)
+        fused[place].forward = lambda z: z * 0 + 5
+        assert torch.equal(fused(x), fused[2](fused[1](fused[0](x))))
+        again = fused_act.fuse(fused)
+        assert torch.equal(again(x), fused(x))
+
+
+def test_children_that_change_after_fusing_are_seen():
+    x = torch.randn(2, 3, 8, 8)
+
+    def eager(model, x):
+        for child in model:
+            x = eager(child, x) if isinstance(child, nn.Sequential) else child(x)
+        return x
+
+    fused = fused_act.fuse(nn.Sequential(nn.Conv2d(3, 4, 3), nn.Sequential(nn.LeakyReLU(0.1), nn.Tanh()), nn.Sigmoid()))
+    fused(x)
+    fused[1][0].negative_slope = 0.5
+    torch.testing.assert_close(fused(x), eager(fused, x))
+    fused[1][0] = nn.LeakyReLU(0.7)
+    torch.testing.assert_close(fused(x), eager(fused, x))
+    fused.append(nn.ELU())
+    torch.testing.assert_close(fused(x), eager(fused, x))
+
+
+def test_zeros_of_either_sign_are_two_arguments():
+    fused = fused_act.fuse(lambda x, s: x / s * 1 + 0)
+    x = torch.ones(2)
+    assert fused(x, 0.0)[0] == torch.inf and fused(x, -0.0)[0] == -torch.inf
+
+
+# In place ------------------------------------------------------------------------------------------------------------
+
+
+def reads_before_relu_(a):
+    t = a * 1
+    u = t * 2
+    t.relu_()
+    return u + 1
+
+
+def crelu(a):
+    n = torch.neg(t := a * 1)
+    p = F.relu(t, inplace=True)
+    return torch.cat([p, n.tanh()], 1)
+
+
+def gate_and_relu_(x):
+    h = x @ x.mT
+    g = torch.sigmoid(h) * 2
+    F.relu_(h)
+    return g.tanh() + h.sum()
+
+
+@pytest.mark.parametrize("function", [reads_before_relu_, crelu, gate_and_relu_])
+def test_what_was_read_before_an_overwrite_is_the_value_before(function):
+    (x,) = tensors((4, 4))
+    check(function, x, scale=8)
+
+
+def test_random_functions_that_write_in_place():
+    draw = random.Random(3)
+    unary = ["{} * 2", "{} + 1", "torch.tanh({})", "torch.sigmoid({})", "torch.neg({})"]
+    writes = ["{}.relu_()", "{}.mul_(0.5)", "{}.clamp_(-1, 1)", "F.leaky_relu_({}, 0.2)", "{}.add_(1)"]
+    for _ in range(150):
+        lines, names = ["def function(a, b):", "    v0 = a * 1"], ["v0", "b"]
+        for k in range(1, draw.randint(3, 9)):
+            if draw.random() < 0.4:
+                lines.append("    " + draw.choice(writes).format(draw.choice(names[:1] + names[2:])))
+            else:
+                value = draw.choice([*unary, "{} + " + draw.choice(names), "{} * " + draw.choice(names)])
+                lines.append(f"    v{k} = " + value.format(draw.choice(names)))
+                names.append(f"v{k}")
+        lines.append("    return " + " + ".join(draw.sample(names, min(3, len(names)))))
+        scope = {"torch": torch, "F": F}
+        exec("\n".join(lines), scope)
+        a, b = (t.detach().double() for t in tensors((3, 4), (3, 4), seed=draw.randrange(99)))
+        want = scope["function"](a.clone(), b.clone())
+        got = fused_act.fuse(scope["function"])(a.clone(), b.clone())
+        torch.testing.assert_close(got, want, msg="\n".join(lines))
 
 
 def test_in_place_on_memory_of_its_own_is_fused():

@@ -37,7 +37,7 @@ def _signature(args: tuple, kwargs: dict[str, Any]) -> tuple[Any, Sequence[Tenso
             tensors.append(a)
             return Tensor
         if type(a) in CONSTANTS:
-            return type(a), a
+            return type(a), a, str(a)  # 0.0 and -0.0 are equal
         if type(a) in (list, tuple):
             return type(a), tuple([kind(item) for item in a])
         raise _Unsupported(f"an argument is a {type(a).__name__}")
@@ -51,7 +51,7 @@ def _arguments(key: Any) -> Callable[[Callable[[], Any]], tuple[tuple, dict[str,
     def value(kind: Any, tensor: Callable[[], Any]) -> Any:
         if kind is Tensor:
             return tensor()
-        type_, content = kind
+        type_, content, *_ = kind
         return type_(value(k, tensor) for k in content) if type_ in (list, tuple) else content
 
     def make(tensor: Callable[[], Any]) -> tuple[tuple, dict[str, Any]]:
@@ -89,7 +89,12 @@ def _always(module: Any) -> bool:
 def _conditions(root: nn.Module, inlined: list[tuple[str, nn.Module]], analysis: Analysis) -> Callable:
     """``intact(module)``: no hook, other class or other mode has come to a module that the code does not call."""
     scope: dict[str, Any] = {}
-    lines = ["def intact(module):", "    children = module._modules"]
+    lines = [
+        "def intact(module):",
+        "    children = module._modules",
+        f"    if len(children) != {len(root._modules)}:",
+        "        return False",
+    ]
     modes = {path for path, m in inlined if not is_sequential(m)}
     for k, path in enumerate(dict.fromkeys([path for path, _ in inlined] + analysis.fused_away)):
         *parents, name = path.split(".")
@@ -104,6 +109,18 @@ def _conditions(root: nn.Module, inlined: list[tuple[str, nn.Module]], analysis:
         ]
         if path in modes:
             lines += [f"    if m.training is not {module.training}:", "        return False"]
+        # What the trace read of it: plain attributes, and in a container who its children are.
+        scope[f"constants_{k}"] = tuple(
+            (n, v) for n, v in vars(module).items() if type(v) in CONSTANTS and n != "training"
+        )
+        lines += [
+            "    own = m.__dict__",
+            f"    if 'forward' in own or len(m._modules) != {len(module._modules)}:",
+            "        return False",
+            f"    for name, value in constants_{k}:",
+            "        if own.get(name) != value:",
+            "            return False",
+        ]
         if path in analysis.conv:
             lines += ["    if m.bias is None:", "        return False"]
         if path in analysis.batch_norms:

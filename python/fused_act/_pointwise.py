@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from ._trace import Constant, has_hooks, original_class
+from ._trace import Constant, has_hooks, is_patched, original_class
 
 
 class Expr:
@@ -127,6 +127,10 @@ def _clamp(input, min=None, max=None):
     return _scaled("MinScalar", input, max) if min is None else _scaled("Clamp", input, min, max)
 
 
+# Of PowScalar, as its `wrong` says.
+_EXPONENTS = (*range(3, 9), -2)
+
+
 def _pow(input, exponent):
     if not isinstance(input, Expr) or not _is_number(exponent):
         return None
@@ -134,7 +138,7 @@ def _pow(input, exponent):
     own = {1: None, 2: "Square", 0.5: "Sqrt", -0.5: "Rsqrt", -1: "Reciprocal"}
     if exponent in own:
         return Expr(own[exponent], (input,)) if own[exponent] else input
-    return _scaled("PowScalar", input, exponent) if exponent == int(exponent) and 0 < abs(exponent) <= 64 else None
+    return _scaled("PowScalar", input, exponent) if exponent in _EXPONENTS else None
 
 
 def _gelu(input, approximate="none"):
@@ -351,7 +355,7 @@ def operation(node: fx.Node, root: nn.Module) -> Operation | None:
     if node.op == "call_module":
         module = root.get_submodule(node.target)
         found = _MODULES.get(original_class(module))
-        if found is None or has_hooks(module):
+        if found is None or has_hooks(module) or is_patched(module):
             return None
         name, attributes = found
         in_place, kwargs = False, {**kwargs, **{a: getattr(module, a) for a in attributes}}

@@ -17,7 +17,7 @@ from ._lower import Builder, Unlowerable, leaves, lower
 from ._pointwise import Expr, Operation
 from ._program import encode
 from ._table import OPERATORS
-from ._trace import has_hooks, original_class
+from ._trace import has_hooks, is_patched, original_class
 
 _FLOATS = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 _TENSORS = frozenset((Tensor, nn.Parameter, FakeTensor, FunctionalTensor))
@@ -129,6 +129,7 @@ class _Analyser:
     def __init__(self, graph: fx.Graph, root: nn.Module, fold_batchnorm: bool) -> None:
         self.graph, self.root = graph, root
         self.split: dict[fx.Node, tuple[fx.Node, list[fx.Node]]] = {}
+        self.overwrites: set[fx.Node] = set()  # in-place operations that stay
         self._ask_inputs_for_devices()
         graph.eliminate_dead_code(is_impure_node=self._is_impure)
         # A convolution's own kernel for its bias counts, and a BatchNorm's, where it is to be folded.
@@ -160,7 +161,7 @@ class _Analyser:
                 continue
             layer = self.root.get_submodule(node.target)
             kind = original_class(layer)
-            if has_hooks(layer):
+            if has_hooks(layer) or is_patched(layer):
                 continue
             with self.graph.inserting_after(node):
                 if kind in _pointwise.CONVOLUTIONS and layer.bias is not None:
@@ -218,7 +219,7 @@ class _Analyser:
                 target = node.args[0]
                 others = [user for user in target.users if user is not node]
                 before = [u for u in others if position[u] < position[node]]
-                if target in self.fresh and all(u in self.fresh for u in before):
+                if node not in self.overwrites and target in self.fresh and all(u in self.fresh for u in before):
                     for user in others:
                         if position[user] > position[node]:
                             user.replace_input_with(target, node)
@@ -311,6 +312,16 @@ class _Analyser:
         return self._replace(runs, left, kernels)
 
     def _form(self) -> list[Run]:
+        """The runs. What writes in place and is in none of them overwrites a tensor after all, so that no run may be
+        moved over it: then once more with that known."""
+        while True:
+            runs = self._form_once()
+            stay = {n for n, op in self.ops.items() if op.in_place and n not in self.taken}
+            if not stay:
+                return runs
+            self.overwrites |= stay
+
+    def _form_once(self) -> list[Run]:
         self._order()
         self.taken: dict[fx.Node, Run] = {}
         self.reasons: dict[fx.Node, str] = {}
@@ -329,6 +340,10 @@ class _Analyser:
                 continue
             ordered = [n for n in self.graph.nodes if n in nodes]
             inputs = list(dict.fromkeys(a for n in ordered for a in n.all_input_nodes if a not in nodes))
+            later = list(self.graph.nodes)[list(self.graph.nodes).index(root) :]
+            if any(n in self.unsafe and n.args[0] in inputs for n in later):
+                self.reasons[root] = "a tensor that its gradient would be computed from is overwritten"
+                continue
             run = Run(ordered, inputs, kernels, programs)
             run.names = [self.ops[n].name + "_" * self.ops[n].in_place for n in ordered]
             run.reads_before = sum(sum(not _small(a) for a in n.all_input_nodes) for n in ordered) + kernels
@@ -389,6 +404,9 @@ class _Analyser:
         for node in run.nodes:
             op, target, args, kwargs = _pointwise.as_function(self.ops[node], node)
             args, kwargs = fx.node.map_arg((args, kwargs), copies.__getitem__)
+            if self.ops[node].in_place and node.all_input_nodes[0] in run.inputs:
+                # Another run may still read it: what the fused code does not overwrite this does not either.
+                args = (graph.call_method("clone", args[:1]), *args[1:])
             copies[node] = graph.create_node(op, target, args, kwargs)
         graph.output(copies[run.nodes[-1]])
         return compiled(graph, has_self=False)

@@ -85,6 +85,11 @@ def has_hooks(module: nn.Module) -> bool:
     )
 
 
+def is_patched(module: nn.Module) -> bool:
+    """Whether the instance has a forward of its own in the place of its class's."""
+    return "forward" in vars(module)
+
+
 def is_sequential(module: nn.Module) -> bool:
     return original_class(module).forward is nn.Sequential.forward
 
@@ -92,6 +97,8 @@ def is_sequential(module: nn.Module) -> bool:
 def _is_own(module: nn.Module) -> bool:
     """Whether a module's forward is traced through: where it is the user's and holds no layers. A run may then cross
     its boundary: an activation written as a module, a layer scale, a stochastic depth."""
+    if is_patched(module):
+        return False
     if is_sequential(module):
         return True
     if original_class(module).__module__.partition(".")[0] in ("torch", "fused_act"):
@@ -178,6 +185,8 @@ class _Tracer(fx.Tracer):
                 for name, tensor in kind:
                     if tensor is a:
                         return self.create_node("get_attr", name, (), {})
+            if self.submodule_paths is not None:  # a copy of the module would go on reading this tensor
+                raise Untraceable("it reads a tensor that is no argument, no parameter and no buffer")
             return self.create_node("call_function", Constant(a), (), {})
         return super().create_arg(a)
 
@@ -265,7 +274,25 @@ class _Patches:
     def __enter__(self) -> None:
         self.before = [(owner, name, vars(owner)[name]) for owner, name, _ in self.patches]
         for owner, name, value in self.patches:
-            setattr(owner, name, value)
+            # isinstance looks at its caller, and no other thread has a Value to ask about.
+            setattr(owner, name, value if owner is builtins else self._of_this_thread(value, vars(owner)[name]))
+
+    @staticmethod
+    def _of_this_thread(patch: Callable, original: Any) -> Any:
+        """Other threads, which run while this one traces, find what they always did."""
+        thread = threading.get_ident()
+        if isinstance(original, classmethod):
+
+            class Bound:
+                def __get__(self, instance: Any, owner: type) -> Callable:
+                    return patch if threading.get_ident() == thread else original.__get__(instance, owner)
+
+            return Bound()
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return (patch if threading.get_ident() == thread else original)(*args, **kwargs)
+
+        return call
 
     def __exit__(self, *error: Any) -> None:
         for owner, name, value in self.before:
