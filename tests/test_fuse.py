@@ -423,6 +423,18 @@ def test_children_that_change_after_fusing_are_seen():
     torch.testing.assert_close(fused(x), eager(fused, x))
 
 
+def test_more_dimensions_than_the_kernels_walk():
+    x = torch.randn([2] * 17).permute(*reversed(range(17)))
+    other = torch.randn([2 if d % 2 else 1 for d in range(17)])
+    function = lambda a, b: (a + b).relu() * 2  # noqa: E731
+    assert torch.equal(fused_act.fuse(function)(x, other), function(x, other))
+
+
+def test_explain_wants_something_to_call():
+    with pytest.raises(TypeError, match="fused_act.explain: expected a function or an nn.Module, but got a int"):
+        fused_act.explain(3)
+
+
 def test_zeros_of_either_sign_are_two_arguments():
     fused = fused_act.fuse(lambda x, s: x / s * 1 + 0)
     x = torch.ones(2)

@@ -479,7 +479,12 @@ def explain(target: Any, *args: Any, fold_batchnorm: bool = False, **kwargs: Any
         fold_batchnorm: as for :func:`fuse`.
 
     Bytes count every tensor that is no parameter or constant as large as the result.
+
+    Raises:
+        TypeError: ``target`` is not callable.
     """
+    if not callable(target):
+        raise TypeError(f"fused_act.explain: expected a function or an nn.Module, but got a {type(target).__name__}")
     itemsize, key = 4, None
     if args or kwargs:
         try:

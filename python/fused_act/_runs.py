@@ -19,6 +19,7 @@ from ._program import encode
 from ._table import OPERATORS
 from ._trace import has_hooks, is_patched, original_class
 
+_MAX_DIMS = 16  # that the kernels walk where no dimensions lie together in memory
 _FLOATS = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 _TENSORS = frozenset((Tensor, nn.Parameter, FakeTensor, FunctionalTensor))
 _WITH_CUDA = torch._C._dispatch_has_kernel_for_dispatch_key("fused_act::relu", "CUDA")
@@ -27,7 +28,7 @@ _WITH_CUDA = torch._C._dispatch_has_kernel_for_dispatch_key("fused_act::relu", "
 def admits(x: Tensor, *operands: Tensor) -> bool:
     """Whether eager's result has the shape and dtype of x, and the kernels take these tensors."""
     dtype = x.dtype
-    if type(x) not in _TENSORS or dtype not in _FLOATS or x.layout != torch.strided:
+    if type(x) not in _TENSORS or dtype not in _FLOATS or x.layout != torch.strided or x.ndim > _MAX_DIMS:
         return False
     if not (x.is_cpu or (x.is_cuda and _WITH_CUDA) or x.is_meta):
         return False
