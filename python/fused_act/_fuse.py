@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ._runs import Analysis, analyse, compiled
-from ._trace import CONSTANTS, Untraceable, has_hooks, is_sequential, original_class, trace
+from ._trace import CONSTANTS, Untraceable, has_hooks, is_patched, is_sequential, original_class, trace
 
 # Signatures, modes and hooks that one function or module is traced for; beyond that its own code runs.
 _MAX_PLANS = 16
@@ -88,7 +88,7 @@ def _always(module: Any) -> bool:
 
 def _conditions(root: nn.Module, inlined: list[tuple[str, nn.Module]], analysis: Analysis) -> Callable:
     """``intact(module)``: no hook, other class or other mode has come to a module that the code does not call."""
-    scope: dict[str, Any] = {}
+    scope: dict[str, Any] = {"has_hooks": has_hooks, "is_patched": is_patched}
     lines = [
         "def intact(module):",
         "    children = module._modules",
@@ -103,8 +103,7 @@ def _conditions(root: nn.Module, inlined: list[tuple[str, nn.Module]], analysis:
         scope[f"kinds_{k}"] = (original_class(module), _fused_class(original_class(module)))
         lines += [
             f"    m = children{step}[{name!r}]",
-            f"    if type(m) not in kinds_{k} or m._forward_hooks or m._forward_pre_hooks or m._backward_hooks "
-            "or m._backward_pre_hooks:",
+            f"    if type(m) not in kinds_{k} or has_hooks(m) or is_patched(m):",
             "        return False",
         ]
         if path in modes:
@@ -114,11 +113,10 @@ def _conditions(root: nn.Module, inlined: list[tuple[str, nn.Module]], analysis:
             (n, v) for n, v in vars(module).items() if type(v) in CONSTANTS and n != "training"
         )
         lines += [
-            "    own = m.__dict__",
-            f"    if 'forward' in own or len(m._modules) != {len(module._modules)}:",
+            f"    if len(m._modules) != {len(module._modules)}:",
             "        return False",
             f"    for name, value in constants_{k}:",
-            "        if own.get(name) != value:",
+            "        if m.__dict__.get(name) != value:",
             "            return False",
         ]
         if path in analysis.conv:
@@ -339,7 +337,7 @@ def _may_fuse(module: nn.Module) -> bool:
     if kind.__module__.partition(".")[0] in ("torch", "fused_act") and not is_sequential(module):
         return False
     # What another tool has put in the place of forward, stays.
-    return "forward" not in vars(module) and getattr(module, "_compiled_call_impl", None) is None
+    return not is_patched(module) and getattr(module, "_compiled_call_impl", None) is None
 
 
 def _fuse_modules(model: nn.Module, fold_batchnorm: bool) -> dict[str, list[_Plan]]:

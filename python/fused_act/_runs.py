@@ -205,7 +205,7 @@ class _Analyser:
         self.segment: dict[fx.Node, int] = {}
         self.fresh: set[fx.Node] = set()
         fences = 0
-        position = {node: k for k, node in enumerate(self.graph.nodes)}
+        position = self.position = {node: k for k, node in enumerate(self.graph.nodes)}
         for node in list(self.graph.nodes):
             op = _pointwise.operation(node, self.root)
             if op is not None:
@@ -341,8 +341,7 @@ class _Analyser:
                 continue
             ordered = [n for n in self.graph.nodes if n in nodes]
             inputs = list(dict.fromkeys(a for n in ordered for a in n.all_input_nodes if a not in nodes))
-            later = list(self.graph.nodes)[list(self.graph.nodes).index(root) :]
-            if any(n in self.unsafe and n.args[0] in inputs for n in later):
+            if any(n.args[0] in inputs and self.position[n] > self.position[root] for n in self.unsafe):
                 self.reasons[root] = "a tensor that its gradient would be computed from is overwritten"
                 continue
             run = Run(ordered, inputs, kernels, programs)

@@ -32,9 +32,10 @@ struct Scalar {
 // The primary template serves float and double; the intrinsics keep nvcc from contracting a product and a sum
 // into an FMA whatever flags it is given (on the host -ffp-contract=off does so).
 //
-// `fma`, which rounds once, `estimate_reciprocal`, which is within 1 ulp, and the transcendental functions are there for real numbers only (and for Trace): a
-// primitive uses them for its value and states its derivative beside it. The SIMD and CUDA versions are within 1 to 2
-// ulp; there is no erf and no float erfc, because at::vec's float erf has an absolute error of 1e-7 only.
+// `fma`, which rounds once, `estimate_reciprocal`, which is within 1 ulp, and the transcendental functions are there for
+// real numbers only (and for Trace): a primitive uses them for its value and states its derivative beside it. The SIMD and
+// CUDA versions are within 1 to 2 ulp; there is no erf and no float erfc, because at::vec's float erf has an absolute error
+// of 1e-7 only.
 template <class N>
 struct Arithmetic {
   using Compute = N;
