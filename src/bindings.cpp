@@ -419,8 +419,37 @@ Steps steps_of(const Operator& op, const Arguments& a) {
   return steps;
 }
 
+// dependencies(), remembered for the programs that this thread ran last: they are computed by evaluating the program, and
+// a call needs them once, in training three times.
+static const Dependencies& dependencies_of(const Program& program, Mode mode) {
+  struct Known {
+    Program program;
+    bool known[kModes] = {};
+    Dependencies of[kModes];
+  };
+  constexpr size_t kPrograms = 64;
+  thread_local Known table[kPrograms];
+  const auto word = [](const Instruction& i) { return uint32_t(i.code) << 8 | i.source; };
+  size_t hash = program.length;
+  for (int n = 0; n < program.length; ++n) hash = hash * 31 + word(program.instruction[n]);
+  Known& entry = table[hash % kPrograms];
+  // Scalars change nothing, and `slots` follows from the instructions.
+  const auto same = [&](const Instruction& a, const Instruction& b) { return word(a) == word(b); };
+  const Instruction* first = program.instruction;
+  if (entry.program.length != program.length ||
+      !std::equal(first, first + program.length, entry.program.instruction, same)) {
+    entry.program = program;
+    std::fill(std::begin(entry.known), std::end(entry.known), false);
+  }
+  if (!entry.known[int(mode)]) {
+    entry.of[int(mode)] = dependencies(program, mode);
+    entry.known[int(mode)] = true;
+  }
+  return entry.of[int(mode)];
+}
+
 Dependencies dependencies_of(const Operator& op, Mode mode, const Arguments& a) {
-  return op.fixed ? op.dependencies[int(mode)] : dependencies(steps_of(op, a).program, mode);
+  return op.fixed ? op.dependencies[int(mode)] : dependencies_of(steps_of(op, a).program, mode);
 }
 
 // ---- arguments ------------------------------------------------------------------------------------------------
@@ -835,7 +864,7 @@ void prepare(const Operator& op, Mode mode, const Arguments& a, Work& work, bool
     const Steps steps = steps_of(op, a);
     r.program = steps.program;
     std::copy(std::begin(steps.scalars), std::end(steps.scalars), r.scalars);
-    dependencies = fused_act::dependencies(r.program, mode);
+    dependencies = dependencies_of(r.program, mode);
     for (int n = 0; n < r.program.length; ++n) {
       const Instruction& i = r.program.instruction[n];
       if (i.source < kMaxOperands) ++work.reads[i.source];
