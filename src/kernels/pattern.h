@@ -49,7 +49,7 @@ struct Given {
   static constexpr const char* gradient = Step::gradient;
 };
 
-// One entry of a line, as data.
+// One entry of a line, as data. (`is<T>` of what describes it: whether it is T, or the step T.)
 struct Entry {
   enum Kind { step, activation, halves, pairs, listed, save, load } kind = step;
   Code code = Code::load;
@@ -64,6 +64,8 @@ struct Entry {
 template <class Step>
 struct Describe {
   static_assert(code_of<Step> != Code::load, "a step that is not in FUSED_ACT_STEPS");
+  template <class Entry>
+  static constexpr bool is = std::is_same_v<Entry, Step>;
   static constexpr bool fixed = true;
   static Entry entry() {
     Entry e;
@@ -78,6 +80,8 @@ struct Describe {
 template <Entry::Kind kind>
 struct DescribeKind {
   static constexpr bool fixed = false;
+  template <class>
+  static constexpr bool is = false;
   static Entry entry() {
     Entry e;
     e.kind = kind;
@@ -87,7 +91,10 @@ struct DescribeKind {
 template <>
 struct Describe<Halves> : DescribeKind<Entry::halves> {};
 template <>
-struct Describe<Pairs> : DescribeKind<Entry::pairs> {};
+struct Describe<Pairs> : DescribeKind<Entry::pairs> {
+  template <class Entry>
+  static constexpr bool is = std::is_same_v<Entry, Pairs>;
+};
 template <>
 struct Describe<Listed> : DescribeKind<Entry::listed> {};
 template <>
@@ -119,6 +126,8 @@ template <class Step, int slot>
 struct Describe<Saved<Step, slot>> {
   static_assert(slot < kMaxSlots);
   static constexpr bool fixed = false;
+  template <class Entry>
+  static constexpr bool is = Describe<Step>::template is<Entry>;
   static Entry entry() {
     Entry e = Describe<Step>::entry();
     e.parameters = "";
@@ -129,6 +138,8 @@ struct Describe<Saved<Step, slot>> {
 template <class Step, int... place>
 struct Describe<Given<Step, place...>> {
   static constexpr bool fixed = false;
+  template <class Entry>
+  static constexpr bool is = Describe<Step>::template is<Entry>;
   static Entry entry() {
     Entry e = Describe<Step>::entry();
     int n = 0;

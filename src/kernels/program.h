@@ -136,7 +136,7 @@ struct Types {};
 
 template <class... Steps>
 struct Chain {
-  static constexpr bool kDynamic = false;
+  static constexpr bool kDynamic = false, kFramed = false, kPairs = false;
   static constexpr bool kHeavy = (Steps::heavy || ...);
   static constexpr int kScalars = (kTakes<Steps, 'f'> + ... + 0);
   static constexpr int kOperands = (kTakes<Steps, 'T'> + ... + 0);
@@ -180,18 +180,21 @@ struct Chain {
   }
 };
 
+template <class Step>
+constexpr bool kIsLight = !Step::heavy && !Step::divides;
+
 // What a Program knows of a step at run time.
 struct StepKind {
-  bool takes_operand, unit_slope;
+  bool takes_operand, unit_slope, light;
 };
 constexpr StepKind kStepKinds[] = {
-#define FUSED_ACT_KIND(STEP) {kTakes<STEP, 'T'> > 0, STEP::unit_slope},
+#define FUSED_ACT_KIND(STEP) {kTakes<STEP, 'T'> > 0, STEP::unit_slope, kIsLight<STEP>},
     FUSED_ACT_STEPS(FUSED_ACT_KIND)
 #undef FUSED_ACT_KIND
 };
 
 struct Program {
-  static constexpr bool kDynamic = true;
+  static constexpr bool kDynamic = true, kFramed = false;
   static constexpr int kScalars = kMaxScalars;
   static constexpr int kOperands = kMaxOperands;
 
@@ -220,7 +223,8 @@ struct Program {
     return entries;
   }
 
-  template <class N, class Source, class Memory>
+  // `all`: whether there may be steps that are not light.
+  template <bool all = true, class N, class Source, class Memory>
   FUSED_ACT_FN N apply(N x, const Source& source, const Scalar<compute_t<N>>* scalars, Memory& memory) const {
     for (int n = 0; n < length; ++n) {
       const Instruction i = instruction[n].fetch();
@@ -228,8 +232,10 @@ struct Program {
       switch (i.code) {
 #define FUSED_ACT_CASE(STEP)                                                   \
   case Code::STEP: {                                                           \
-    const N operand = read<kTakes<STEP, 'T'> != 0>(i, x, source, memory);      \
-    x = STEP::template apply<N>(x, &operand, s);                               \
+    if constexpr (all || kIsLight<STEP>) {                                     \
+      const N operand = read<kTakes<STEP, 'T'> != 0>(i, x, source, memory);    \
+      x = STEP::template apply<N>(x, &operand, s);                             \
+    }                                                                          \
     break;                                                                     \
   }
         FUSED_ACT_STEPS(FUSED_ACT_CASE)
@@ -331,6 +337,21 @@ struct Program {
   FUSED_ACT_FN static Cotangent<N> sum(Cotangent<N> a, const Cotangent<N>& b) {
     accumulate(a.value, a.active, b.value, b.active);
     return a;
+  }
+};
+
+// A Program of light steps, for kernels that need fewer registers for these.
+struct LightProgram {
+  const Program& program;
+
+  static bool can_be(const Program& p) {
+    for (int n = 0; n < p.length; ++n)
+      if (p.instruction[n].code < Code::save && !kStepKinds[int(p.instruction[n].code)].light) return false;
+    return true;
+  }
+  template <class N, class Source, class Memory>
+  FUSED_ACT_FN N apply(const N& x, const Source& source, const Scalar<compute_t<N>>* scalars, Memory& memory) const {
+    return program.apply<false>(x, source, scalars, memory);
   }
 };
 

@@ -16,6 +16,8 @@ struct Step {
   FUSED_ACT_FN static bool derivative_from_output(const double*) { return false; }
   // Whether it takes many registers: the transcendental functions.
   static constexpr bool heavy = false;
+  // Whether it divides by a number that is no scalar, or takes a root: those are subroutines.
+  static constexpr bool divides = false;
   // Whether the derivatives, that of the operand too, are 1 everywhere: a Program then keeps no slopes.
   static constexpr bool unit_slope = false;
   // What a scalar is where None is given for it; null: the step is then left out.
@@ -202,6 +204,7 @@ struct Square : Step {
 
 // x / (1 + |x|).
 struct Softsign : Step {
+  static constexpr bool divides = true;
   template <class N>
   FUSED_ACT_FN static N apply(const N& x, const N*, const Scalar<compute_t<N>>*) {
     using C = compute_t<N>;
@@ -403,6 +406,7 @@ struct Rsub : Step {
 };
 
 struct DivOperand : Step {
+  static constexpr bool divides = true;
   static constexpr const char* parameters = "T";
   template <class N>
   FUSED_ACT_FN static N apply(const N& x, const N* operand, const Scalar<compute_t<N>>*) {
@@ -412,6 +416,7 @@ struct DivOperand : Step {
 
 // operand / x.
 struct Rdiv : Step {
+  static constexpr bool divides = true;
   static constexpr const char* parameters = "T";
   template <class N>
   FUSED_ACT_FN static N apply(const N& x, const N* operand, const Scalar<compute_t<N>>*) {
@@ -477,6 +482,7 @@ struct Log : HeavyStep {
 };
 
 struct Sqrt : Step {
+  static constexpr bool divides = true;
   template <class N>
   FUSED_ACT_FN static N apply(const N& x, const N*, const Scalar<compute_t<N>>*) {
     return square_root(x);
@@ -484,6 +490,7 @@ struct Sqrt : Step {
 };
 
 struct Rsqrt : Step {
+  static constexpr bool divides = true;
   template <class N>
   FUSED_ACT_FN static N apply(const N& x, const N*, const Scalar<compute_t<N>>*) {
     return inverse_root(x);
@@ -491,6 +498,7 @@ struct Rsqrt : Step {
 };
 
 struct Reciprocal : Step {
+  static constexpr bool divides = true;
   template <class N>
   FUSED_ACT_FN static N apply(const N& x, const N*, const Scalar<compute_t<N>>*) {
     return inverse(x);
@@ -508,6 +516,7 @@ struct RsubScalar : Step {
 
 // scalar / x, which in eager PyTorch is the product of 1 / x and the scalar.
 struct RdivScalar : Step {
+  static constexpr bool divides = true;
   static constexpr const char* parameters = "f";
   template <class N>
   FUSED_ACT_FN static N apply(const N& x, const N*, const Scalar<compute_t<N>>* s) {
@@ -516,6 +525,7 @@ struct RdivScalar : Step {
 };
 
 struct PowScalar : Step {
+  static constexpr bool divides = true;
   static constexpr const char* parameters = "f";
   static const char* wrong(const double* s) {
     const double e = s[0];

@@ -6,7 +6,7 @@
 
 namespace fused_act {
 
-// The compiled kernels where there are any and they fit, else the program.
+// The kernels compiled for the operator where there are any and they fit, else those for a frame, else the program.
 template <class Op, int bytes>
 const char* launch(const Request& r, const Geometry& geometry, const Cuda& cuda) {
   if constexpr (!Op::kDynamic) {
@@ -18,6 +18,9 @@ const char* launch(const Request& r, const Geometry& geometry, const Cuda& cuda)
       if (launcher.fits()) return message(launcher.run());
     }
   }
+  const char* error = nullptr;
+  if (bytes == 2 ? run_cuda_framed_16(r, geometry, cuda, &error) : run_cuda_framed_32(r, geometry, cuda, &error))
+    return error;
   return bytes == 2 ? run_cuda_program_16(r, geometry, cuda) : run_cuda_program_32(r, geometry, cuda);
 }
 

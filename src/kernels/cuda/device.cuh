@@ -88,83 +88,90 @@ using Compute = std::conditional_t<bytes == 8, double, float>;
 template <int bytes>
 constexpr int kVector = 16 / bytes;
 
-// n elements as they lie in memory.
+// n elements as they lie in memory. Those of 16 bits are kept in pairs: one by one they would take a register each.
 template <int bytes, int n>
 struct Bits {
   using Word = std::conditional_t<bytes == 8, uint64_t, std::conditional_t<bytes == 4, uint32_t, uint16_t>>;
+  using Held = std::conditional_t<bytes == 8, uint64_t, uint32_t>;
   static constexpr int kUnit = bytes * n % 16 == 0 ? 16 : 8;  // bytes of an instruction
   using Unit = std::conditional_t<kUnit == 16, int4, int2>;
-  static constexpr int kUnits = bytes * n / kUnit;
-  Word element[n];
+  static constexpr int kUnits = bytes * n / kUnit, kHeld = (bytes * n + int(sizeof(Held)) - 1) / int(sizeof(Held));
+  Held held[kHeld];
+
+  __device__ __forceinline__ Word get(int j) const {
+    return bytes == 2 ? static_cast<Word>(held[j / 2] >> j % 2 * 16) : static_cast<Word>(held[j * bytes / sizeof(Held)]);
+  }
+  __device__ __forceinline__ void set(int j, Word value) {
+    if constexpr (bytes == 2) {
+      const int shift = j % 2 * 16;
+      held[j / 2] = (held[j / 2] & ~(0xffffu << shift)) | uint32_t(value) << shift;
+    } else {
+      held[j] = value;
+    }
+  }
 };
 
-// Elements [lo, hi) of the n at p + i, the others 0; all n of them, if aligned, in one or two instructions. `constant`:
-// nothing that the kernel writes is read through p, so the read-only path is taken, which lets the compiler move a load
-// above earlier stores.
+// The n elements at p + i, aligned, in one or two instructions. `constant`: nothing that the kernel writes is read through
+// p, so the read-only path is taken, which lets the compiler move a load above earlier stores.
 template <bool constant, int bytes, int n>
-__device__ __forceinline__ Bits<bytes, n> load_bits(const void* p, int64_t i, int lo, int hi) {
+__device__ __forceinline__ Bits<bytes, n> load_bits(const void* p, int64_t i) {
   using B = Bits<bytes, n>;
   using Unit = typename B::Unit;
   B bits;
-  const auto* from = static_cast<const typename B::Word*>(p) + i;
-  if (lo == 0 && hi == n) {
-    Unit units[B::kUnits];
+  Unit units[B::kUnits];
 #pragma unroll
-    for (int k = 0; k < B::kUnits; ++k) {
-      const Unit* q = reinterpret_cast<const Unit*>(from) + k;
-      units[k] = constant ? __ldg(q) : *q;
-    }
-    memcpy(bits.element, units, sizeof units);
-  } else {
-#pragma unroll
-    for (int j = 0; j < n; ++j) bits.element[j] = j >= lo && j < hi ? from[j] : typename B::Word(0);
+  for (int k = 0; k < B::kUnits; ++k) {
+    const Unit* q = reinterpret_cast<const Unit*>(static_cast<const typename B::Word*>(p) + i) + k;
+    units[k] = constant ? __ldg(q) : *q;
   }
+  memcpy(bits.held, units, sizeof units);
   return bits;
 }
 
 template <int bytes, int n>
-__device__ __forceinline__ void store_bits(void* p, int64_t i, int lo, int hi, const Bits<bytes, n>& bits) {
+__device__ __forceinline__ void store_bits(void* p, int64_t i, const Bits<bytes, n>& bits) {
   using B = Bits<bytes, n>;
   using Unit = typename B::Unit;
-  auto* to = static_cast<typename B::Word*>(p) + i;
-  if (lo == 0 && hi == n) {
-    Unit units[B::kUnits];
-    memcpy(units, bits.element, sizeof units);
+  Unit units[B::kUnits];
+  memcpy(units, bits.held, sizeof units);
 #pragma unroll
-    for (int k = 0; k < B::kUnits; ++k) reinterpret_cast<Unit*>(to)[k] = units[k];
-  } else {
-#pragma unroll
-    for (int j = 0; j < n; ++j)
-      if (j >= lo && j < hi) to[j] = bits.element[j];
-  }
+  for (int k = 0; k < B::kUnits; ++k)
+    reinterpret_cast<Unit*>(static_cast<typename B::Word*>(p) + i)[k] = units[k];
 }
 
 template <int bytes, int n>
 __device__ __forceinline__ Lanes<Compute<bytes>, n> to_lanes(const Bits<bytes, n>& bits, Dtype dtype) {
   Lanes<Compute<bytes>, n> out;
   if constexpr (bytes > 2) {
-    memcpy(out.lane, bits.element, sizeof out.lane);
+    memcpy(out.lane, bits.held, sizeof out.lane);
   } else if (dtype == Dtype::bf16) {
 #pragma unroll
-    for (int j = 0; j < n; ++j) out.lane[j] = __uint_as_float(uint32_t(bits.element[j]) << 16);
+    for (int j = 0; j < n; ++j)
+      out.lane[j] = __uint_as_float(j % 2 ? bits.held[j / 2] & 0xffff0000u : bits.held[j / 2] << 16);
   } else {
 #pragma unroll
-    for (int j = 0; j < n; ++j) out.lane[j] = __half2float(__ushort_as_half(bits.element[j]));
+    for (int j = 0; j < n; ++j) out.lane[j] = __half2float(__ushort_as_half(bits.get(j)));
   }
   return out;
 }
 
 template <int bytes, int n>
 __device__ __forceinline__ Bits<bytes, n> to_bits(const Lanes<Compute<bytes>, n>& values, Dtype dtype) {
-  Bits<bytes, n> bits;
+  Bits<bytes, n> bits{};
   if constexpr (bytes > 2) {
-    memcpy(bits.element, values.lane, sizeof bits.element);
-  } else if (dtype == Dtype::bf16) {
-#pragma unroll
-    for (int j = 0; j < n; ++j) bits.element[j] = __bfloat16_as_ushort(__float2bfloat16_rn(values.lane[j]));
+    memcpy(bits.held, values.lane, sizeof bits.held);
   } else {
 #pragma unroll
-    for (int j = 0; j < n; ++j) bits.element[j] = __half_as_ushort(__float2half_rn(values.lane[j]));
+    for (int j = 0; j < n; j += 2) {
+      const float first = values.lane[j], second = j + 1 < n ? values.lane[j + 1] : 0.0f;
+      if (dtype == Dtype::bf16) {
+        const __nv_bfloat162 pair = __floats2bfloat162_rn(first, second);
+        memcpy(&bits.held[j / 2], &pair, sizeof pair);
+      } else {
+        const __half2 pair = __floats2half2_rn(first, second);
+        memcpy(&bits.held[j / 2], &pair, sizeof pair);
+      }
+    }
   }
   return bits;
 }
@@ -192,7 +199,7 @@ template <class C>
 __device__ __forceinline__ void store_element(void* p, Dtype dtype, int64_t i, C value) {
   with_size<C>(dtype, [&](auto bytes) {
     constexpr int size = decltype(bytes)::value;
-    static_cast<typename Bits<size, 1>::Word*>(p)[i] = to_bits<size, 1>({{value}}, dtype).element[0];
+    static_cast<typename Bits<size, 1>::Word*>(p)[i] = to_bits<size, 1>({{value}}, dtype).get(0);
   });
 }
 

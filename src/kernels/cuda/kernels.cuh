@@ -8,6 +8,7 @@
 // program.cuh has those of Programs. Block sizes and thresholds are in `tuning`.
 #pragma once
 
+#include "../frame.h"
 #include "device.cuh"
 
 namespace fused_act {
@@ -40,12 +41,22 @@ constexpr int kMaxThreads = 1536;
 template <class Op>
 constexpr int flat_residents(Mode mode, int elements) {
   const int most = kMaxThreads / kThreads;
+  // Operands and the activation: 64, 40 and 32 registers on an H100.
+  if (Op::kFramed) return elements == 8 ? (Op::kHeavy ? most / 2 : most * 3 / 4) : most;
   if (mode == Mode::forward) return Op::kHeavy && elements == 8 ? most / 2 : most;
   return Op::kHeavy ? most / 2 : 1;
 }
-// The same of a Program: 64 registers a thread in forward, 80 in backward.
+// The same of a Program: 64 registers a thread in forward, 80 in backward. Reading a thread's next group while one is
+// evaluated needs 80 in forward, too, and took 1.1 to 1.3 times as long: a step is mostly waiting, which other warps hide.
 constexpr int kProgramResidents = 4;
+template <int bytes>
+constexpr int kLightProgramResidents = bytes == 4 ? 5 : 4;  // where all steps are light: 48 and 64 registers
 constexpr int kProgramBackwardResidents = 3;
+// Elements that a thread of a Program takes at a time, which share the cost of finding out what to do. 16 do not fit in the
+// registers where there are heavy steps.
+__host__ __device__ constexpr int program_lanes(Mode mode, int bytes, bool all) {
+  return mode == Mode::forward && bytes == 2 && !all ? 16 : 8;
+}
 // Elements that a thread of strided_kernel handles, and that a warp of reduce_kernel sums at least.
 constexpr int kStridedElements = 4;
 constexpr int64_t kWarpElements = 2048;
@@ -66,16 +77,54 @@ enum class Access : int {
 // How a full tensor lies: element i of the walk is at i + i / inner * extra, or at 2 i where the tensor has every second
 // element of a buffer.
 struct Lay {
-  int64_t extra = 0;
+  uint32_t extra = 0;
   bool pair = false;
 };
 
-// Consecutive elements of the walk, of which those in [lo, hi) are wanted. An index has 32 bits where a tensor
-// has less than 2^31 elements, 64 where that is not known.
-template <class Index>
-struct Part {
-  Index i, row;
-  int lo, hi;
+// What a thread takes at a time: `parts` vectors of 16 bytes of x, of whose elements those in [start, end) are wanted. An
+// index has 32 bits where a tensor has less than 2^31 elements, 64 where that is not known. Whole groups, nearly all, are
+// told apart once: what that saves is a third of the instructions of a bias and an activation.
+template <int bytes, int parts, class I>
+struct Group {
+  using Index = I;
+  static constexpr int kBytes = bytes, kParts = parts, n = kVector<bytes>, kLanes = n * parts;
+  Index i[parts], start, end;
+  Index row[parts] = {};  // only where a tensor has a pitch
+  bool whole;
+
+  // All of one vector.
+  __device__ __forceinline__ explicit Group(Index at) : i{at}, start(at), end(at + n), whole(true) {}
+  // The vectors at `at`, at + apart...
+  __device__ __forceinline__ Group(Index at, Index apart, Index start, Index end) : start(start), end(end) {
+#pragma unroll
+    for (int p = 0; p < parts; ++p) i[p] = at + p * apart;
+    // A number that neither compiler can take apart: they would keep a predicate for each condition and each use, and pack
+    // and unpack these around every step, 30 instructions a group.
+    unsigned all = (at >= start & at < end & end - at >= (parts - 1) * apart + n) * blockDim.x;
+    asm volatile("" : "+r"(all));
+    whole = all;
+  }
+  // Is lane j wanted?
+  __device__ __forceinline__ bool has(int j) const {
+    const Index at = i[j / n] + j % n;
+    return at >= start && at < end;
+  }
+  // The same group for the branch where it is not whole: the compiler cannot compare indices ahead of that branch.
+  __device__ __forceinline__ Group cut() const {
+    Group g = *this;
+    if constexpr (sizeof(Index) == 8) {
+      asm volatile("" : "+l"(g.start), "+l"(g.end));
+    } else {
+      asm volatile("" : "+r"(g.start), "+r"(g.end));
+    }
+    return g;
+  }
+  // Where part p of a tensor begins.
+  __device__ __forceinline__ int64_t offset(const Lay& lay, int p) const {
+    int64_t at;
+    asm("mad.wide.u32 %0, %1, %2, %3;" : "=l"(at) : "r"(uint32_t(row[p])), "r"(lay.extra), "l"(int64_t(i[p])));
+    return lay.pair ? 2 * at : at;
+  }
 };
 
 template <class C>
@@ -95,98 +144,167 @@ struct OperandArg {
   }
 };
 
-template <bool constant, int bytes, int n, class Index>
-__device__ __forceinline__ Bits<bytes, n> load_full(const void* p, const Lay& lay, const Part<Index>& at) {
-  if (!lay.pair) return load_bits<constant, bytes, n>(p, at.i + at.row * lay.extra, at.lo, at.hi);
-  Bits<bytes, n> out;
-  if (at.lo == 0 && at.hi == n) {  // both halves of the pairs, of which this tensor has one
-    const int odd = reinterpret_cast<uintptr_t>(p) / bytes % 2;
-    const auto both = load_bits<constant, bytes, 2 * n>(p, 2 * int64_t(at.i) - odd, 0, 2 * n);
+// A group of a full tensor, whose elements have `bytes`.
+template <bool constant, int bytes, class G>
+__device__ __forceinline__ Bits<bytes, G::kLanes> load_full(const void* p, const Lay& lay, const G& at) {
+  constexpr int n = G::n;
+  Bits<bytes, G::kLanes> out{};
+  const auto take = [&](int part, const auto& bits, int first, int step) {
 #pragma unroll
-    for (int j = 0; j < n; ++j) out.element[j] = odd ? both.element[2 * j + 1] : both.element[2 * j];
-  } else {
-    const auto* from = static_cast<const typename Bits<bytes, n>::Word*>(p) + 2 * int64_t(at.i);
-#pragma unroll
-    for (int j = 0; j < n; ++j) out.element[j] = j >= at.lo && j < at.hi ? from[2 * j] : 0;
-  }
-  return out;
-}
-
-template <int bytes, int n, class Index>
-__device__ __forceinline__ void store_full(void* p, const Lay& lay, const Part<Index>& at, const Bits<bytes, n>& bits) {
-  if (!lay.pair) return store_bits(p, at.i + at.row * lay.extra, at.lo, at.hi, bits);
-  auto* to = static_cast<typename Bits<bytes, n>::Word*>(p) + 2 * int64_t(at.i);
-#pragma unroll
-  for (int j = 0; j < n; ++j)
-    if (j >= at.lo && j < at.hi) to[2 * j] = bits.element[j];
-}
-
-// Where a vector of x lies along the axis of an operand; operands along one axis share it.
-template <class Index>
-struct AxisPlace {
-  int axis = -1;
-  Index channel, rest;
-
-  template <class C>
-  __device__ __forceinline__ void find(const OperandArg<C>& o, Index i) {
-    const Index inner = Index(o.inner), plane = o.by_inner.quotient(i);
-    rest = i - plane * inner;
-    channel = o.wraps ? plane - o.by_channels.quotient(plane) * Index(o.channels) : plane;
-    axis = o.axis;
-  }
-};
-
-// The n elements beside a part of x, whose elements have `bytes`. The operand's are of x's type or of the compute type.
-template <int bytes, int n, class Index>
-__device__ __forceinline__ Lanes<Compute<bytes>, n> load_operand(const OperandArg<Compute<bytes>>& o,
-                                                                 const Part<Index>& at, AxisPlace<Index>& place) {
-  using C = Compute<bytes>;
-  Lanes<C, n> out;
-  const auto elements = [&](auto load) {  // load(bytes) gives Bits
-    if (bytes == 2 && o.dtype == Dtype::f32) return to_lanes(load(std::integral_constant<int, sizeof(C)>{}), Dtype::f32);
-    return to_lanes(load(std::integral_constant<int, bytes>{}), o.dtype);
+    for (int j = 0; j < n; ++j) out.set(part * n + j, bits.get(first + j * step));
   };
-  const auto one = [&](int64_t i) {
-    return elements([&](auto size) {
-             using B = Bits<decltype(size)::value, 1>;
-             return B{{static_cast<const typename B::Word*>(o.data)[i]}};
-           })
-        .lane[0];
-  };
-  if (o.access == Access::full)
-    return elements([&](auto size) { return load_full<false, decltype(size)::value, n>(o.data, o.lay, at); });
-  if (o.access == Access::constant || o.access == Access::scalar) {
-    const C value = o.access == Access::constant ? o.value : one(0);
+  if (!at.whole) {
+    const auto* from = static_cast<const typename Bits<bytes, n>::Word*>(p);
+    const G cut = at.cut();
 #pragma unroll
-    for (int j = 0; j < n; ++j) out.lane[j] = value;
-    return out;
-  }
-  if (place.axis != o.axis) place.find(o, at.i);
-  Index channel = place.channel;
-  if (o.access == Access::dense)
-    return elements([&](auto size) { return load_bits<true, decltype(size)::value, n>(o.data, channel, at.lo, at.hi); });
-  const int64_t stride = o.stride;
-  if (o.access == Access::row || o.access == Access::rows) {
-    // lo > 0 only where a vector straddles two rows; both values are then loaded, as at the end of a row.
-    const C here = one(channel * stride);
-    if (o.access == Access::row) return constant<Lanes<C, n>>(here);
-    const int left = Index(o.inner) - place.rest < n ? int(Index(o.inner) - place.rest) : n;
-    C next = here;
-    if (at.hi > left) next = one((channel + 1 == o.channels ? 0 : channel + 1) * stride);
+    for (int j = 0; j < G::kLanes; ++j)
+      if (cut.has(j)) out.set(j, from[at.offset(lay, j / n) + (lay.pair ? 2 * (j % n) : j % n)]);
+  } else if (!lay.pair) {
 #pragma unroll
-    for (int j = 0; j < n; ++j) out.lane[j] = j < left ? here : next;
-    return out;
-  }
-  Index rest = place.rest;
+    for (int part = 0; part < G::kParts; ++part)
+      take(part, load_bits<constant, bytes, n>(p, at.offset(lay, part)), 0, 1);
+  } else {  // both halves of the pairs, of which this tensor has one
+    const bool odd = reinterpret_cast<uintptr_t>(p) / bytes % 2;
 #pragma unroll
-  for (int j = 0; j < n; ++j) {
-    out.lane[j] = j >= at.lo && j < at.hi ? one(channel * stride) : C(0);
-    if (++rest == o.inner) {
-      rest = 0;
-      if (++channel == o.channels) channel = 0;
+    for (int part = 0; part < G::kParts; ++part) {
+      const auto both = load_bits<constant, bytes, 2 * n>(p, at.offset(lay, part) - odd);
+      odd ? take(part, both, 1, 2) : take(part, both, 0, 2);
     }
   }
   return out;
+}
+
+template <int bytes, class G>
+__device__ __forceinline__ void store_full(void* p, const Lay& lay, const G& at, const Bits<bytes, G::kLanes>& bits) {
+  constexpr int n = G::n;
+  if (at.whole && !lay.pair) {
+#pragma unroll
+    for (int part = 0; part < G::kParts; ++part) {
+      Bits<bytes, n> some{};
+#pragma unroll
+      for (int j = 0; j < n; ++j) some.set(j, bits.get(part * n + j));
+      store_bits(p, at.offset(lay, part), some);
+    }
+  } else {
+    auto* to = static_cast<typename Bits<bytes, n>::Word*>(p);
+    const G cut = at.cut();
+#pragma unroll
+    for (int j = 0; j < G::kLanes; ++j)
+      if (cut.has(j)) to[at.offset(lay, j / n) + (lay.pair ? 2 * (j % n) : j % n)] = bits.get(j);
+  }
+}
+
+// Where the vectors of a group lie along the axis of an operand; operands along one axis share it.
+template <class G>
+struct AxisPlace {
+  using Index = typename G::Index;
+  int axis = -1;
+  Index channel[G::kParts], rest[G::kParts];
+
+  template <class C>
+  __device__ __forceinline__ void find(const OperandArg<C>& o, const G& at) {
+    if (axis == o.axis) return;
+    axis = o.axis;
+#pragma unroll
+    for (int p = 0; p < G::kParts; ++p) {
+      const Index plane = o.by_inner.quotient(at.i[p]);
+      rest[p] = at.i[p] - plane * Index(o.inner);
+      channel[p] = o.wraps ? plane - o.by_channels.quotient(plane) * Index(o.channels) : plane;
+    }
+  }
+};
+
+// The elements of an operand with a vector beside each of x's: full or dense, of whole groups; else element by element.
+// They have `bytes`.
+template <int bytes, class Can, class G, class C>
+__device__ __forceinline__ Lanes<C, G::kLanes> load_vectors(const OperandArg<C>& o, const G& at, AxisPlace<G>& place) {
+  using Index = typename G::Index;
+  constexpr int n = G::n;
+  if (o.access == Access::full)
+    return to_lanes(load_full<false, bytes>(o.data, Can::kAny ? o.lay : Lay{o.lay.extra, Can::kPairs}, at), o.dtype);
+  place.find(o, at);
+  Bits<bytes, G::kLanes> bits{};
+  if (!Can::kAny || (o.access == Access::dense && at.whole)) {
+#pragma unroll
+    for (int p = 0; p < G::kParts; ++p) {
+      const auto some = load_bits<true, bytes, n>(o.data, place.channel[p]);
+#pragma unroll
+      for (int j = 0; j < n; ++j) bits.set(p * n + j, some.get(j));
+    }
+  } else {
+    const auto* from = static_cast<const typename Bits<bytes, n>::Word*>(o.data);
+    const G cut = at.cut();
+#pragma unroll
+    for (int p = 0; p < G::kParts; ++p) {
+      Index channel = place.channel[p], rest = place.rest[p];
+#pragma unroll
+      for (int j = 0; j < n; ++j) {
+        if (cut.has(p * n + j)) bits.set(p * n + j, from[int64_t(channel) * o.stride]);
+        if (++rest == Index(o.inner)) {
+          rest = 0;
+          if (++channel == Index(o.channels)) channel = 0;
+        }
+      }
+    }
+  }
+  return to_lanes(bits, o.dtype);
+}
+
+// What kernels can load. A frame's leave to others what is rare: walks, and vectors in the compute type beside those of 16
+// bits; and pairs are known when it is compiled.
+struct LoadsAll {
+  static constexpr bool kAny = true, kPairs = false;
+};
+template <class Op>
+struct Loads {
+  static constexpr bool kAny = !Op::kFramed, kPairs = Op::kPairs;
+};
+
+// The elements of an operand beside a group of x. They are of x's type or of the compute type.
+template <class Can, class G, class C>
+__device__ __forceinline__ Lanes<C, G::kLanes> load_operand(const OperandArg<C>& o, const G& at, AxisPlace<G>& place) {
+  using Index = typename G::Index;
+  constexpr int n = G::n;
+  using N = Lanes<C, G::kLanes>;
+  const auto number = [&](int64_t i) {
+    if constexpr (G::kBytes == sizeof(C)) return static_cast<const C*>(o.data)[i];
+    return load_element<C>(o.data, o.dtype, i);
+  };
+  if (o.access == Access::row) {  // first: the bias of a convolution
+    place.find(o, at);
+    N out;
+#pragma unroll
+    for (int p = 0; p < G::kParts; ++p) {
+      const bool some = at.whole || at.i[p] < at.end;
+      const C value = some ? number(int64_t(place.channel[p]) * o.stride) : C(0);
+#pragma unroll
+      for (int j = 0; j < n; ++j) out.lane[p * n + j] = value;
+    }
+    return out;
+  }
+  if (o.access == Access::constant) return constant<N>(o.value);
+  if (o.access == Access::scalar) return constant<N>(number(0));
+  if (o.access == Access::rows) {
+    place.find(o, at);
+    N out;
+#pragma unroll
+    for (int p = 0; p < G::kParts; ++p) {
+      const bool some = at.whole || at.i[p] < at.end;
+      const C here = some ? number(int64_t(place.channel[p]) * o.stride) : C(0);
+      const Index left = Index(o.inner) - place.rest[p];
+      C next = here;
+      if (some && left < n) {
+        const Index channel = place.channel[p] + 1 == Index(o.channels) ? 0 : place.channel[p] + 1;
+        next = number(int64_t(channel) * o.stride);
+      }
+#pragma unroll
+      for (int j = 0; j < n; ++j) out.lane[p * n + j] = Index(j) < left ? here : next;
+    }
+    return out;
+  }
+  if (Can::kAny && G::kBytes == 2 && o.dtype == Dtype::f32)
+    return load_vectors<int(sizeof(C)), Can>(o, at, place);
+  return load_vectors<G::kBytes, Can>(o, at, place);
 }
 
 // ---- what every kernel is given -------------------------------------------------------------------------------
@@ -194,14 +312,15 @@ __device__ __forceinline__ Lanes<Compute<bytes>, n> load_operand(const OperandAr
 // How the gradient of an operand leaves the kernel.
 enum class Emit : int { none, store, reduce };
 
-// What only a Program has: layouts of the full tensors, and the entries of its scratch memory. Operand k has entry k, and
-// slot k has kMaxOperands + k: as a step names its source.
+// What a Program and a frame have: layouts of the full tensors. And what only a Program has: the entries of its scratch
+// memory. Operand k has entry k, and slot k has kMaxOperands + k: as a step names its source.
 struct ProgramPlan {
   bool pitched = false;
   Divider by_inner;
   Lay x, g, out, gradient[kMaxOperands];
   int operands = 0;  // that have entries
-  int tape = 0, sums = 0, entries = 0;
+  int tape = 0, entries = 0;
+  int sums[kMaxOperands] = {};
 };
 
 template <class Op, class C>
@@ -220,42 +339,51 @@ struct Args {
   Scalar<C> scalars[Op::kScalars > 0 ? Op::kScalars : 1];
   Op op;
   struct Nothing {};
-  std::conditional_t<Op::kDynamic, ProgramPlan, Nothing> plan;
+  std::conditional_t<Op::kDynamic || Op::kFramed, ProgramPlan, Nothing> plan;
 };
 
 // The gradient of an operand that is as large as x: in x's type or in the compute type.
-template <int bytes, class A, int n, class Index>
-__device__ __forceinline__ void store_gradient(const A& a, int k, const Lay& lay, const Part<Index>& at,
-                                               const Lanes<Compute<bytes>, n>& values) {
-  if (bytes == 2 && a.gradient_dtype[k] == Dtype::f32)
-    return store_full(a.gradient[k], lay, at, to_bits<sizeof(Compute<bytes>), n>(values, Dtype::f32));
-  store_full(a.gradient[k], lay, at, to_bits<bytes, n>(values, a.gradient_dtype[k]));
+template <class A, class G, class C>
+__device__ __forceinline__ void store_gradient(const A& a, int k, const Lay& lay, const G& at,
+                                               const Lanes<C, G::kLanes>& values) {
+  if (G::kBytes == 2 && a.gradient_dtype[k] == Dtype::f32)
+    return store_full<int(sizeof(C))>(a.gradient[k], lay, at, to_bits<sizeof(C)>(values, Dtype::f32));
+  store_full<G::kBytes>(a.gradient[k], lay, at, to_bits<G::kBytes>(values, a.gradient_dtype[k]));
 }
 
 // ---- the body of a compiled chain's kernels ---------------------------------------------------------------------
 
-template <class Op, int bytes, class Sums>
+template <class Op, class G, class Sums>
 struct VectorIo {
-  using C = Compute<bytes>;
-  static constexpr int V = kVector<bytes>;
-  using N = Lanes<C, V>;
+  using C = Compute<G::kBytes>;
+  using N = Lanes<C, G::kLanes>;
   const Args<Op, C>& a;
-  const Part<int64_t>& at;
+  const G& at;
   Sums& sums;
   N loaded[Args<Op, C>::O];
+  AxisPlace<G> place;
 
+  // Of a frame's operands only the large one is loaded early: four do not fit in the registers.
   __device__ __forceinline__ void load() {
-    AxisPlace<int64_t> place;
 #pragma unroll
-    for (int k = 0; k < Op::kOperands; ++k) loaded[k] = load_operand<bytes, V>(a.operand[k], at, place);
+    for (int k = 0; k < Op::kOperands; ++k) {
+      if constexpr (Op::kFramed)
+        if (k != Frame::kLarge || !(a.op.frame.present & Frame::kLargePlaces)) continue;
+      loaded[k] = load_operand<Loads<Op>>(a.operand[k], at, place);
+    }
   }
-  FUSED_ACT_FN N operand(int k) const { return loaded[k]; }
+  FUSED_ACT_FN N operand(int k) {
+#if defined(__CUDA_ARCH__)
+    if (Op::kFramed && k != Frame::kLarge) return load_operand<Loads<Op>>(a.operand[k], at, place);
+#endif
+    return loaded[k];
+  }
   FUSED_ACT_FN N direction(int) const { return constant<N>(0); }
   FUSED_ACT_FN bool moves(int) const { return false; }
   FUSED_ACT_FN void gradient(int k, const N& value) {
 #if defined(__CUDA_ARCH__)
-    if (a.emit[k] == Emit::reduce) sums.add(k, value, at.lo, at.hi);
-    if (a.emit[k] == Emit::store) store_gradient<bytes>(a, k, Lay(), at, value);
+    if (a.emit[k] == Emit::reduce) sums.add(k, value, at);
+    if (a.emit[k] == Emit::store) store_gradient(a, k, Lay(), at, value);
 #endif
   }
   struct Nothing {};
@@ -266,42 +394,62 @@ struct VectorIo {
 };
 
 struct NoSums {
-  template <class N>
-  __device__ __forceinline__ void add(int, const N&, int, int) {}
+  template <class N, class G>
+  __device__ __forceinline__ void add(int, const N&, const G&) {}
 };
 
-// Elements [lo, hi) of the vector at i: loads, evaluates, stores the result and deals with operand gradients.
-template <class Op, int bytes, Mode mode, class Sums>
-__device__ __forceinline__ void process(const Args<Op, Compute<bytes>>& a, int64_t i, int lo, int hi, Sums& sums) {
-  using Io = VectorIo<Op, bytes, Sums>;
+template <int bytes, class Index = int64_t>
+using Vector = Group<bytes, 1, Index>;
+
+// How x and the result lie.
+template <class Op, class C>
+__device__ __forceinline__ Lay lay_of_x(const Args<Op, C>& a) {
+  if constexpr (Op::kFramed) return {a.plan.x.extra, Op::kPairs};
+  return {};
+}
+template <class Op, class C>
+__device__ __forceinline__ Lay lay_of_out(const Args<Op, C>& a) {
+  if constexpr (Op::kFramed) return {a.plan.out.extra, false};
+  return {};
+}
+
+// Loads, evaluates, stores the result and deals with operand gradients.
+template <class Op, int bytes, Mode mode, class Index, class Sums>
+__device__ __forceinline__ void process(const Args<Op, Compute<bytes>>& a, const Vector<bytes, Index>& at, Sums& sums) {
+  using Io = VectorIo<Op, Vector<bytes, Index>, Sums>;
   using N = typename Io::N;
-  constexpr int V = Io::V;
-  const Part<int64_t> at{i, 0, lo, hi};
   Io io{a, at, sums, {}};
   // Operands first in forward: the other way round it needs 38 registers and not 30, a multiprocessor holds 6 blocks and
   // not 8, and bfloat16 with a bias takes 1.07 to 1.09 times the copy and not 1.00. In forward x may be the output, too.
   constexpr bool forward = mode == Mode::forward;
   if (forward) io.load();
-  Bits<bytes, V> x{}, g{};
-  if (a.x) x = load_bits<!forward, bytes, V>(a.x, i, lo, hi);
+  Bits<bytes, kVector<bytes>> x{}, g{};
+  if (Op::kFramed || a.x) x = load_full<!forward, bytes>(a.x, lay_of_x(a), at);
   if constexpr (!forward) {
-    if (a.g) g = load_bits<true, bytes, V>(a.g, i, lo, hi);
+    if (a.g) g = load_full<true, bytes>(a.g, Lay(), at);
     io.load();
   }
   const N zero = constant<N>(0);
   const Outputs<N> out = evaluate<mode>(a.op, a.scalars, to_lanes(x, a.dtype),
                                         forward ? zero : to_lanes(g, a.dtype), zero, false, io);
-  if (a.out[0]) store_bits(a.out[0], i, lo, hi, to_bits<bytes, V>(out.full[0], a.dtype));
+  if (Op::kFramed || a.out[0]) store_full<bytes>(a.out[0], lay_of_out(a), at, to_bits<bytes>(out.full[0], a.dtype));
 }
 
 template <class Op, int bytes, Mode mode>
 __global__ void __launch_bounds__(kThreads, tuning::flat_residents<Op>(mode, kVector<bytes>))
     flat_kernel(const __grid_constant__ Args<Op, Compute<bytes>> a) {
-  constexpr int V = kVector<bytes>;
-  const int64_t i = (int64_t(blockIdx.x) * kThreads + threadIdx.x) * V;
-  if (i >= a.numel) return;
   NoSums sums;
-  process<Op, bytes, mode>(a, i, 0, a.numel - i < V ? int(a.numel - i) : V, sums);
+  if constexpr (Op::kFramed) {
+    const uint32_t i = (blockIdx.x * kThreads + threadIdx.x) * kVector<bytes>;
+    if (i >= uint32_t(a.numel)) return;
+    Vector<bytes, uint32_t> at(i);
+    if (a.plan.pitched) at.row[0] = a.plan.by_inner.quotient(i);
+    process<Op, bytes, mode>(a, at, sums);
+  } else {
+    const int64_t i = (int64_t(blockIdx.x) * kThreads + threadIdx.x) * kVector<bytes>;
+    if (i >= a.numel) return;
+    process<Op, bytes, mode>(a, Vector<bytes>(i, 0, 0, a.numel), sums);
+  }
 }
 
 // ---- reductions -----------------------------------------------------------------------------------------------
@@ -333,12 +481,13 @@ struct RowChunk {
   int lane, line, lines;
 
   __device__ __forceinline__ explicit RowChunk(const Rows& rows) {
-    const int64_t piece = blockIdx.x % rows.pieces;
-    const int64_t plane = blockIdx.x / rows.pieces;
-    channel = plane % rows.channels;
-    const int64_t group = plane / rows.channels;
-    chunk = group * rows.pieces + piece;
-    first = group * rows.planes;
+    // 32 bits: all of these are at most the size of the grid.
+    const unsigned pieces = unsigned(rows.pieces), channels = unsigned(rows.channels);
+    const unsigned plane = blockIdx.x / pieces, piece = blockIdx.x - plane * pieces;
+    const unsigned group = plane / channels;
+    channel = plane - group * channels;
+    chunk = int64_t(group) * rows.pieces + piece;
+    first = int64_t(group) * rows.planes;
     last = min(first + rows.planes, rows.outer);
     from = piece * rows.length;
     to = min(from + rows.length, rows.inner);
@@ -355,11 +504,11 @@ struct RowChunk {
 template <int O, class C>
 struct RowSums {
   C sum[O];
-  template <int V>
-  __device__ __forceinline__ void add(int k, const Lanes<C, V>& value, int lo, int hi) {
+  template <class G>
+  __device__ __forceinline__ void add(int k, const Lanes<C, G::kLanes>& value, const G& at) {
     C inside = C(0);
 #pragma unroll
-    for (int j = 0; j < V; ++j) inside += j >= lo && j < hi ? value.lane[j] : C(0);
+    for (int j = 0; j < G::kLanes; ++j) inside += at.whole || at.has(j) ? value.lane[j] : C(0);
 #pragma unroll
     for (int n = 0; n < O; ++n)  // k is known at run time only where a Program is run
       if (n == k) sum[n] += inside;
@@ -393,13 +542,11 @@ __global__ void __launch_bounds__(kThreads, tuning::kReductionResidents)
     const int64_t whole = (start + V - 1) / V * V, part = end / V * V;
 #pragma unroll (tuning::kReductionUnroll)
     for (int64_t i = whole / kLine * kLine + chunk.lane * V; i < part; i += step)
-      if (i >= whole) process<Op, bytes, mode>(a, i, 0, V, sums);
-    if (chunk.lane == 0 && start < whole) {
-      const int64_t i = whole - V;
-      process<Op, bytes, mode>(a, i, int(start - i), end - i < V ? int(end - i) : V, sums);
-    }
+      if (i >= whole) process<Op, bytes, mode>(a, Vector<bytes>(i), sums);
+    if (chunk.lane == 0 && start < whole)
+      process<Op, bytes, mode>(a, Vector<bytes>(whole - V, 0, start, end), sums);
     if (chunk.lane == rows.width - 1 && part < end && part >= whole)
-      process<Op, bytes, mode>(a, part, 0, int(end - part), sums);
+      process<Op, bytes, mode>(a, Vector<bytes>(part, 0, start, end), sums);
   }
   sums.emit(a, rows, chunk);
 }
@@ -448,10 +595,11 @@ __device__ __forceinline__ void emit_columns(const A& a, int k, const Columns& c
 template <int O, class C, int V>
 struct ColumnSums {
   C sum[O][V];
-  __device__ __forceinline__ void add(int k, const Lanes<C, V>& value, int, int hi) {
+  template <class G>
+  __device__ __forceinline__ void add(int k, const Lanes<C, V>& value, const G& at) {
 #pragma unroll
     for (int j = 0; j < V; ++j)
-      if (j < hi) sum[k][j] += value.lane[j];
+      if (at.whole || at.has(j)) sum[k][j] += value.lane[j];
   }
 };
 
@@ -468,8 +616,8 @@ __global__ void __launch_bounds__(kThreads, tuning::kReductionResidents)
     int64_t i = (chunk.first + chunk.line) * columns.width() + chunk.column;
     const int64_t whole = min(end, a.numel - V + 1);
 #pragma unroll (tuning::kReductionUnroll)
-    for (; i < whole; i += step) process<Op, bytes, mode>(a, i, 0, V, sums);
-    if (i < end && i < a.numel) process<Op, bytes, mode>(a, i, 0, int(a.numel - i), sums);
+    for (; i < whole; i += step) process<Op, bytes, mode>(a, Vector<bytes>(i), sums);
+    if (i < end && i < a.numel) process<Op, bytes, mode>(a, Vector<bytes>(i, 0, 0, a.numel), sums);
   }
 #pragma unroll
   for (int k = 0; k < Op::kOperands; ++k) {

@@ -21,9 +21,9 @@ class Launcher {
   static constexpr bool kVectors = !Op::kDynamic || ((mode == Mode::forward || mode == Mode::backward) && bytes < 8);
   // Kernels for any strides learn the size of an element at run time, so one of the sizes has them.
   static constexpr bool kAnyStrides = Op::kDynamic && bytes != 2;
+  // Whether its vector kernels walk rows with a pitch and halves of pairs.
+  static constexpr bool kWalks = Op::kDynamic || Op::kFramed;
   static constexpr int kElements = kVector<bytes>;
-  // Elements that a thread takes at a time.
-  static constexpr int kLanes = Op::kDynamic ? kGroup : kElements;
   // Dynamic shared memory that every card gives a block without being asked.
   static constexpr int kScratchBytes = 48 * 1024 - 256;  // less what a kernel has of its own
 
@@ -32,16 +32,26 @@ class Launcher {
       : request_(r), geometry_(geometry), cuda_(cuda) {
     fill(op);
     if constexpr (kVectors) {
-      flat_ = vectors_ = size_of(r.dtype) == bytes && (!Op::kDynamic || r.numel <= kProgramElements);
+      flat_ = vectors_ = size_of(r.dtype) == bytes && (!kWalks || r.numel <= kProgramElements);
       for_each_full([&](const void* p, int row, Lay& lay, Dtype dtype) { look(p, row, lay, dtype); });
-      for (int k = 0; k < O; ++k) look_at_operand(r.operand[k], kOperand + k, args_.operand[k]);
+      for (int k = 0; k < O; ++k)
+        if (const int from = given(k); from >= 0) look_at_operand(r.operand[from], kOperand + from, args_.operand[k]);
+      if constexpr (Op::kFramed) {  // whose kernels have no code for what is rare
+        vectors_ &= r.x.data && r.out[0].data && r.numel % kElements == 0;
+        vectors_ &= args_.plan.x.pair == Op::kPairs && !args_.plan.out.pair;
+        for (const OperandArg<C>& o : args_.operand) {
+          const bool full = o.access == Access::full;
+          vectors_ &= o.access != Access::walk && !(full && o.lay.pair != Op::kPairs) &&
+                      !((full || o.access == Access::dense) && o.dtype != r.dtype);
+        }
+      }
     }
     if constexpr (kSums) plan_gradients();
     if constexpr (Op::kDynamic) plan_scratch();
   }
 
   // Can it run without the kernels for any strides, which compiled chains and elements of 16 bits have not?
-  bool fits() const { return (Op::kDynamic ? vectors_ : flat_) && !any(Plan::apart); }
+  bool fits() const { return (kWalks ? vectors_ : flat_) && !any(Plan::apart); }
 
   cudaError_t run() {
     if constexpr (kSums) {
@@ -68,6 +78,12 @@ class Launcher {
  private:
   enum class Plan { none, stored, fused, apart };
 
+  // Which operand of the request is operand k of the kernel; -1: none.
+  int given(int k) const {
+    if constexpr (Op::kFramed) return args_.op.frame.operand[k] == Frame::kNone ? -1 : args_.op.frame.operand[k];
+    return k;
+  }
+
   void fill(const Op& op) {
     const Request& r = request_;
     args_.op = op;
@@ -79,7 +95,7 @@ class Launcher {
     for (int n = 0; n < 2; ++n) args_.out[n] = r.out[n].data;
     args_.has_u = r.u.data != nullptr;
     for (int k = 0; k < O; ++k) {
-      args_.operand[k] = operand_arg(r.operand[k]);
+      if (const int from = given(k); from >= 0) args_.operand[k] = operand_arg(r.operand[from]);
       args_.v[k] = operand_arg(r.v[k]);
       args_.has_v[k] = r.v_present[k];
       args_.emit[k] = Emit::none;
@@ -87,7 +103,17 @@ class Launcher {
       args_.gradient_dtype[k] = r.operand_gradient[k].dtype;
       args_.partial[k] = nullptr;
     }
-    for (int s = 0; s < Op::kScalars; ++s) args_.scalars[s] = Scalar<C>::of(static_cast<C>(r.scalars[s]));
+    const auto scalar = [&](int to, int from) { args_.scalars[to] = Scalar<C>::of(static_cast<C>(r.scalars[from])); };
+    if constexpr (Op::kFramed) {
+      for (int n = 0; n < Frame::places; ++n) {
+        const auto place = static_cast<Frame::Place>(n);
+        const int to = Frame::scalar_of(place);
+        if (op.frame.has(place) && (to || place == Frame::activation)) scalar(to, op.frame.scalar[place]);
+      }
+      if (op.frame.scalar[Frame::activation] + 1 < kMaxScalars) scalar(1, op.frame.scalar[Frame::activation] + 1);
+    } else {
+      for (int s = 0; s < Op::kScalars; ++s) scalar(s, s);
+    }
   }
 
   OperandArg<C> operand_arg(const Request::Operand& o) const {
@@ -103,7 +129,7 @@ class Launcher {
   void for_each_full(F f) {
     const Request& r = request_;
     ProgramPlan unused, *plan = &unused;
-    if constexpr (Op::kDynamic) plan = &args_.plan;
+    if constexpr (kWalks) plan = &args_.plan;
     f(r.x.data, kX, plan->x, r.dtype);
     f(r.g.data, kG, plan->g, r.dtype);
     f(r.out[0].data, kOut, plan->out, r.dtype);
@@ -125,9 +151,9 @@ class Launcher {
         aligned(static_cast<const char*>(p) - reinterpret_cast<uintptr_t>(p) / size % 2 * size)) {
       lay.pair = true;
     } else if (space.ndim == 2 && stride[1] == 1 && aligned(p) && stride[0] * size % 16 == 0 &&
-               space.sizes[1] % kElements == 0 && request_.numel % kElements == 0) {
-      lay.extra = stride[0] - space.sizes[1];
-      if constexpr (Op::kDynamic) {
+               space.sizes[1] % kElements == 0 && stride[0] > space.sizes[1] && stride[0] < (int64_t(1) << 32)) {
+      lay.extra = static_cast<uint32_t>(stride[0] - space.sizes[1]);
+      if constexpr (kWalks) {
         args_.plan.pitched = true;
         args_.plan.by_inner = Divider::of(space.sizes[1], request_.numel);
       }
@@ -206,6 +232,8 @@ class Launcher {
     ProgramPlan& plan = args_.plan;
     const int tape = args_.op.assign_tape();
     if constexpr (kVectors) {
+      light_ = LightProgram::can_be(args_.op);
+      lanes_ = tuning::program_lanes(mode, bytes, !light_);
       // An operand that no asked result depends on is read by steps all the same, as a constant.
       for (int n = 0; n < args_.op.length; ++n) {
         const uint8_t source = args_.op.instruction[n].source;
@@ -213,8 +241,8 @@ class Launcher {
       }
       plan.tape = plan.entries = args_.op.slots ? kMaxOperands + args_.op.slots : plan.operands;
       if (mode == Mode::backward) plan.entries += tape;
-      plan.sums = plan.entries;
-      if (any(Plan::fused) && main_.inner == 1) plan.entries += O;
+      for (int k = 0; k < O; ++k)
+        if (plan_[k] == Plan::fused && main_.inner == 1) plan.sums[k] = plan.entries++;
       while (threads_ > kWarp && scratch_bytes() > kScratchBytes) threads_ /= 2;
       if (scratch_bytes() <= kScratchBytes) return;
       vectors_ = false;
@@ -227,17 +255,29 @@ class Launcher {
   }
   int scratch_bytes() const {
     if constexpr (Op::kDynamic) {
-      return args_.plan.entries * Scratch::kEntryBytes * threads_;
+      return args_.plan.entries * (lanes_ == 8 ? Scratch<8>::kEntryBytes : Scratch<16>::kEntryBytes) * threads_;
     } else {
       return 0;
     }
   }
-  cudaError_t launch_flat() {
-    const int64_t blocks = divide_up(request_.numel, int64_t(threads_) * kLanes);
-    if constexpr (Op::kDynamic) {
-      program_flat_kernel<bytes, mode><<<static_cast<unsigned>(blocks), threads_, scratch_bytes(), stream()>>>(args_);
+  void launch_program(dim3 grid, const ProgramWalk& walk) {
+    if constexpr (mode == Mode::forward) {
+      if (light_) {
+        program_kernel<bytes, false><<<grid, threads_, scratch_bytes(), stream()>>>(args_);
+      } else {
+        program_kernel<bytes, true><<<grid, threads_, scratch_bytes(), stream()>>>(args_);
+      }
     } else {
-      flat_kernel<Op, bytes, mode><<<static_cast<unsigned>(blocks), threads_, 0, stream()>>>(args_);
+      program_backward_kernel<bytes><<<grid, threads_, scratch_bytes(), stream()>>>(args_, walk);
+    }
+  }
+
+  cudaError_t launch_flat() {
+    const unsigned blocks = static_cast<unsigned>(divide_up(request_.numel, int64_t(threads_) * lanes_));
+    if constexpr (Op::kDynamic) {
+      launch_program(dim3(blocks), ProgramWalk{});
+    } else {
+      flat_kernel<Op, bytes, mode><<<blocks, threads_, 0, stream()>>>(args_);
     }
     return cudaGetLastError();
   }
@@ -264,7 +304,7 @@ class Launcher {
 
   // Elements of a block of a fused reduction: whole vectors for all threads, more of them in a large tensor.
   int64_t elements_per_block(int64_t blocks) const {
-    const int64_t least = int64_t(threads_) * kLanes * tuning::kMinVectorsPerThread;
+    const int64_t least = int64_t(threads_) * lanes_ * tuning::kMinVectorsPerThread;
     return std::max(least, request_.numel / blocks);
   }
 
@@ -276,17 +316,17 @@ class Launcher {
     rows.inner = f.inner;
     const int64_t elements = elements_per_block(tuning::kRowBlocks);
     rows.pieces = divide_up(f.inner, elements + elements / 2);
-    rows.length = divide_up(divide_up(f.inner, rows.pieces), int64_t(kLanes)) * kLanes;
+    rows.length = divide_up(divide_up(f.inner, rows.pieces), int64_t(lanes_)) * lanes_;
     rows.pieces = divide_up(f.inner, rows.length);
     rows.width = 1;
-    while (rows.width < threads_ && int64_t(rows.width) * kLanes < rows.length) rows.width *= 2;
+    while (rows.width < threads_ && int64_t(rows.width) * lanes_ < rows.length) rows.width *= 2;
     const int64_t lines = threads_ / rows.width;
     rows.planes = rows.pieces > 1 ? 1 : std::min(f.outer, std::max(lines, elements / f.inner / lines * lines));
     rows.chunks = rows.pieces * divide_up(f.outer, rows.planes);
     allocate_partials(f.channels, rows.chunks);
     const unsigned blocks = static_cast<unsigned>(f.channels * rows.chunks);
     if constexpr (Op::kDynamic) {
-      program_row_kernel<bytes, mode><<<blocks, threads_, scratch_bytes(), stream()>>>(args_, rows);
+      launch_program(dim3(blocks), {ProgramWalk::rows, rows, {}});
     } else {
       row_kernel<Op, bytes, mode><<<blocks, threads_, 0, stream()>>>(args_, rows);
     }
@@ -306,7 +346,7 @@ class Launcher {
     // As few column tiles as fit, all about as wide.
     columns.across = static_cast<int>(divide_up(groups, divide_up(groups, int64_t(threads_))));
     const int64_t tiles = divide_up(groups, int64_t(columns.across));
-    const int64_t lines = threads_ / columns.across * (kLanes / kElements);
+    const int64_t lines = threads_ / columns.across * (lanes_ / kElements);
     const int64_t elements = elements_per_block(tuning::kColumnBlocks);
     columns.rows = std::max<int64_t>(1, elements / (int64_t(columns.across) * kElements));
     columns.rows = divide_up(columns.rows, lines) * lines;
@@ -315,7 +355,7 @@ class Launcher {
     allocate_partials(f.channels, columns.chunks * columns.fold);
     const dim3 grid(static_cast<unsigned>(tiles), static_cast<unsigned>(columns.chunks));
     if constexpr (Op::kDynamic) {
-      program_column_kernel<bytes, mode><<<grid, threads_, scratch_bytes(), stream()>>>(args_, columns);
+      launch_program(grid, {ProgramWalk::columns, {}, columns});
     } else {
       column_kernel<Op, bytes, mode><<<grid, threads_, 0, stream()>>>(args_, columns);
     }
@@ -397,6 +437,8 @@ class Launcher {
   const Geometry& geometry_;
   const Cuda& cuda_;
   int threads_ = kThreads;
+  int lanes_ = kElements;  // that a thread takes at a time
+  bool light_ = false;     // a Program of light steps
   Args<Op, C> args_;
   bool flat_ = false;     // every full tensor is dense in the order of the walk and aligned
   bool vectors_ = false;  // a vector kernel can walk every tensor

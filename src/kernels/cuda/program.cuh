@@ -1,128 +1,101 @@
 // The CUDA kernels of Programs. The element type is data, so each serves all types that compute in C:
 //
-//   program_flat_kernel      full tensors dense in one order, or in rows with a pitch, or halves of pairs
-//   program_row_kernel       flat, and operand gradients summed over the rows of a channel (NCHW)
-//   program_column_kernel    flat, and operand gradients summed over the rows of a matrix (channels_last, features)
+//   program_kernel           full tensors dense in one order, or in rows with a pitch, or halves of pairs
+//   program_backward_kernel  the same; operand gradients summed over the rows of a channel (NCHW) or of a matrix
+//                            (channels_last, features)
 //   strided_kernel           any strides, any mode
 //   reduce_kernel            the gradient of one operand, any strides and any broadcast pattern
 //
-// The first three are for float32 arithmetic, the two modes of training and up to kProgramElements, so that an index has
-// 32 bits. A thread takes eight elements, so that the cost of finding out what to do is shared by eight.
+// The first two are for float32 arithmetic and up to kProgramElements, so that an index has 32 bits. A thread takes eight
+// elements or more, so that they share the cost of finding out what to do. There is one kernel for all that backward may
+// have to sum, since the compiler takes a minute for every kernel that has all steps.
 #pragma once
 
 #include "kernels.cuh"
 
 namespace fused_act {
 
-// ---- groups of eight --------------------------------------------------------------------------------------------
-
-constexpr int kGroup = 8;
 // Divider wants indices below 2^31, beyond which a block may go by what it takes at a time.
 constexpr int64_t kProgramElements = (int64_t(1) << 31) - (1 << 16);
-using GroupLanes = Lanes<float, kGroup>;
-
-// Eight elements: consecutive ones of a 16-bit type, or two times four of float32, so that neighbouring threads read
-// neighbouring 16 bytes.
-template <int bytes>
-struct Group {
-  static constexpr int n = kVector<bytes>, kParts = kGroup / n;
-  Part<uint32_t> part[kParts];
-
-  // Is lane j wanted?
-  __device__ __forceinline__ bool has(int j) const { return j % n >= part[j / n].lo && j % n < part[j / n].hi; }
-};
-
-// The vectors at i, i + apart..., cut to [start, end).
-template <int bytes>
-__device__ __forceinline__ Group<bytes> make_group(uint32_t i, uint32_t apart, uint32_t start, uint32_t end) {
-  using G = Group<bytes>;
-  G at;
-#pragma unroll
-  for (int p = 0; p < G::kParts; ++p) {
-    at.part[p] = {i + p * apart, 0, 0, G::n};
-    if (at.part[p].i < start) at.part[p].lo = min(start - at.part[p].i, uint32_t(G::n));
-    if (end - at.part[p].i < G::n || at.part[p].i > end) at.part[p].hi = at.part[p].i < end ? end - at.part[p].i : 0;
-  }
-  return at;
-}
-
-// load(part) gives the lanes of one part; a part without elements may lie beyond the end of every tensor.
-template <int bytes, class F>
-__device__ __forceinline__ GroupLanes load_group(const Group<bytes>& at, F load) {
-  using G = Group<bytes>;
-  GroupLanes out;
-#pragma unroll
-  for (int p = 0; p < G::kParts; ++p) {
-    Lanes<float, G::n> lanes = constant<Lanes<float, G::n>>(0);
-    if (p == 0 || at.part[p].lo < at.part[p].hi) lanes = load(at.part[p]);
-#pragma unroll
-    for (int j = 0; j < G::n; ++j) out.lane[p * G::n + j] = lanes.lane[j];
-  }
-  return out;
-}
-
-// store(part, lanes)
-template <int bytes, class F>
-__device__ __forceinline__ void store_group(const Group<bytes>& at, const GroupLanes& values, F store) {
-  using G = Group<bytes>;
-#pragma unroll
-  for (int p = 0; p < G::kParts; ++p) {
-    Lanes<float, G::n> lanes;
-#pragma unroll
-    for (int j = 0; j < G::n; ++j) lanes.lane[j] = values.lane[p * G::n + j];
-    store(at.part[p], lanes);
-  }
-}
 
 // ---- what a thread remembers ------------------------------------------------------------------------------------
 
-// The block's dynamic shared memory as columns, one a thread: entries of eight numbers and a mask. Registers cannot be
-// indexed at run time, and local memory would travel through the L2 cache.
+// The block's dynamic shared memory as columns, one a thread: entries of the numbers of a group, and a mask. Registers
+// cannot be indexed at run time, and local memory would travel through the L2 cache.
+template <int lanes>
 class Scratch {
- public:
-  static constexpr int kEntryBytes = kGroup * sizeof(float) + 1;  // of a thread
+  static constexpr int kQuarters = lanes / 4;
+  using GroupLanes = Lanes<float, lanes>;
+  using Mask = std::conditional_t<lanes == 8, uint8_t, uint16_t>;
 
-  __device__ __forceinline__ explicit Scratch(int entries) {
-    extern __shared__ float4 memory[];
-    numbers_ = memory + threadIdx.x;
-    masks_ = reinterpret_cast<uint8_t*>(memory + 2 * entries * blockDim.x) + threadIdx.x;
+ public:
+  static constexpr int kEntryBytes = lanes * sizeof(float) + sizeof(Mask);  // of a thread
+
+  __device__ __forceinline__ explicit Scratch(int entries)
+      : column_(threadIdx.x * uint32_t(sizeof(float4))), row_(blockDim.x * uint32_t(sizeof(float4))),
+        masks_(kQuarters * entries * row_ + threadIdx.x * uint32_t(sizeof(Mask))) {
+    // Registers for these: the compiler would compute them anew for every step, ten of the thirty instructions that
+    // finding a step takes.
+    asm volatile("" : "+r"(column_), "+r"(row_), "+r"(masks_));
   }
   __device__ __forceinline__ GroupLanes read(int entry) const {
-    const float4 a = numbers_[2 * entry * blockDim.x], b = numbers_[(2 * entry + 1) * blockDim.x];
-    return {{a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w}};
+    GroupLanes n;
+#pragma unroll
+    for (int k = 0; k < kQuarters; ++k) {
+      const float4 q = at(entry, k);
+      n.lane[4 * k] = q.x;
+      n.lane[4 * k + 1] = q.y;
+      n.lane[4 * k + 2] = q.z;
+      n.lane[4 * k + 3] = q.w;
+    }
+    return n;
   }
   __device__ __forceinline__ void write(int entry, const GroupLanes& n) {
-    const float* l = n.lane;
-    numbers_[2 * entry * blockDim.x] = make_float4(l[0], l[1], l[2], l[3]);
-    numbers_[(2 * entry + 1) * blockDim.x] = make_float4(l[4], l[5], l[6], l[7]);
+#pragma unroll
+    for (int k = 0; k < kQuarters; ++k) {
+      const float* l = n.lane + 4 * k;
+      at(entry, k) = make_float4(l[0], l[1], l[2], l[3]);
+    }
   }
   __device__ __forceinline__ Cotangent<GroupLanes> read_masked(int entry) const {
-    const unsigned bits = masks_[entry * blockDim.x];
+    const unsigned bits = mask(entry);
     Cotangent<GroupLanes> c{read(entry), {}};
 #pragma unroll
-    for (int j = 0; j < kGroup; ++j) c.active.lane[j] = bits >> j & 1;
+    for (int j = 0; j < lanes; ++j) c.active.lane[j] = bits >> j & 1;
     return c;
   }
-  __device__ __forceinline__ void write_masked(int entry, const GroupLanes& n, const LaneMask<kGroup>& active) {
+  __device__ __forceinline__ void write_masked(int entry, const GroupLanes& n, const LaneMask<lanes>& active) {
     unsigned bits = 0;
 #pragma unroll
-    for (int j = 0; j < kGroup; ++j) bits |= unsigned(active.lane[j]) << j;
+    for (int j = 0; j < lanes; ++j) bits |= unsigned(active.lane[j]) << j;
     write(entry, n);
-    masks_[entry * blockDim.x] = static_cast<uint8_t>(bits);
+    mask(entry) = static_cast<Mask>(bits);
   }
   // Number j of another thread's entry.
   __device__ __forceinline__ float number(int entry, int thread, int j) const {
-    const float4* p = numbers_ - threadIdx.x + thread + (2 * entry + j / 4) * blockDim.x;
-    return reinterpret_cast<const float*>(p)[j % 4];
+    const char* from = memory() + (kQuarters * entry + j / 4) * row_ + thread * sizeof(float4);
+    return reinterpret_cast<const float*>(from)[j % 4];
   }
 
  private:
-  float4* numbers_;
-  uint8_t* masks_;
+  __device__ __forceinline__ static char* memory() {
+    extern __shared__ float4 shared[];
+    return reinterpret_cast<char*>(shared);
+  }
+  __device__ __forceinline__ float4& at(int entry, int quarter) const {
+    return *reinterpret_cast<float4*>(memory() + column_ + (kQuarters * entry + quarter) * row_);
+  }
+  __device__ __forceinline__ Mask& mask(int entry) const {
+    return *reinterpret_cast<Mask*>(memory() + masks_ + entry * (row_ / uint32_t(sizeof(float4) / sizeof(Mask))));
+  }
+
+  uint32_t column_, row_, masks_;
 };
 
+template <int lanes>
 struct SharedMemory {
-  Scratch scratch;
+  using GroupLanes = Lanes<float, lanes>;
+  Scratch<lanes> scratch;
   const ProgramPlan& plan;
 
 #if defined(__CUDA_ARCH__)
@@ -132,7 +105,7 @@ struct SharedMemory {
   FUSED_ACT_FN void save(int source, const Cotangent<GroupLanes>& c) {
     scratch.write_masked(source, c.value, c.active);
   }
-  FUSED_ACT_FN void record(int, int entry, int which, const GroupLanes& slope, const LaneMask<kGroup>& active) {
+  FUSED_ACT_FN void record(int, int entry, int which, const GroupLanes& slope, const LaneMask<lanes>& active) {
     scratch.write_masked(plan.tape + entry + which, slope, active);
   }
   FUSED_ACT_FN Cotangent<GroupLanes> recorded(int, int entry, int which) {
@@ -143,36 +116,25 @@ struct SharedMemory {
   void save(int, const GroupLanes&) {}
   Cotangent<GroupLanes> cotangent(int) { return {}; }
   void save(int, const Cotangent<GroupLanes>&) {}
-  void record(int, int, int, const GroupLanes&, const LaneMask<kGroup>&) {}
+  void record(int, int, int, const GroupLanes&, const LaneMask<lanes>&) {}
   Cotangent<GroupLanes> recorded(int, int, int) { return {}; }
 #endif
 };
 
-template <int bytes, class Sums>
+template <class G, class Sums>
 struct GroupIo {
+  using GroupLanes = Lanes<float, G::kLanes>;
   const Args<Program, float>& a;
-  const Group<bytes>& at;
-  Scratch& scratch;
+  const G& at;
+  Scratch<G::kLanes>& scratch;
   Sums& sums;
 
   __device__ __forceinline__ void load() {
-    AxisPlace<uint32_t> place[Group<bytes>::kParts];
+    AxisPlace<G> place;
 #pragma unroll  // so that the arguments' addresses are constants
     for (int k = 0; k < kMaxOperands; ++k) {
       if (k >= a.plan.operands) break;
-      const OperandArg<float>& o = a.operand[k];
-      if (o.is_along_axis() && place[0].axis != o.axis) {
-        place[0].find(o, at.part[0].i);
-#pragma unroll
-        for (int p = 1; p < Group<bytes>::kParts; ++p) {  // mostly on the same channel
-          place[p] = place[0];
-          place[p].rest += at.part[p].i - at.part[0].i;
-          if (place[p].rest >= uint32_t(o.inner)) place[p].find(o, at.part[p].i);
-        }
-      }
-      scratch.write(k, load_group(at, [&](const Part<uint32_t>& part) {
-                      return load_operand<bytes, Group<bytes>::n>(o, part, place[&part - at.part]);
-                    }));
+      scratch.write(k, load_operand<LoadsAll>(a.operand[k], at, place));
     }
   }
   FUSED_ACT_FN GroupLanes operand(int k) const {
@@ -187,137 +149,142 @@ struct GroupIo {
   FUSED_ACT_FN void gradient(int k, const GroupLanes& value) {
 #if defined(__CUDA_ARCH__)
     if (a.emit[k] == Emit::reduce) sums.add(k, value, at);
-    if (a.emit[k] == Emit::store)
-      store_group(at, value, [&](const Part<uint32_t>& part, const Lanes<float, Group<bytes>::n>& lanes) {
-        store_gradient<bytes>(a, k, a.plan.gradient[k], part, lanes);
-      });
+    if (a.emit[k] == Emit::store) store_gradient(a, k, a.plan.gradient[k], at, value);
 #endif
   }
   template <class M>
-  FUSED_ACT_FN SharedMemory memory() const {
+  FUSED_ACT_FN SharedMemory<G::kLanes> memory() const {
     return {scratch, a.plan};
   }
 };
 
-struct NoGroupSums {
-  template <int bytes>
-  __device__ __forceinline__ void add(int, const GroupLanes&, const Group<bytes>&) {}
-};
-
-// Loads, evaluates, stores the result and deals with operand gradients.
-template <int bytes, Mode mode, class Sums>
-__device__ __forceinline__ void process_group(const Args<Program, float>& a, Group<bytes>& at, Scratch& scratch,
-                                              Sums& sums) {
-  using G = Group<bytes>;
+// Loads, evaluates, stores the result and deals with operand gradients. `all`: whether there may be steps that are not
+// light.
+template <Mode mode, bool all, class G, class Sums>
+__device__ __forceinline__ void process_group(const Args<Program, float>& a, G& at, Scratch<G::kLanes>& scratch, Sums& sums) {
+  constexpr bool forward = mode == Mode::forward;
+  constexpr int bytes = G::kBytes;
+  using GroupLanes = Lanes<float, G::kLanes>;
   if (a.plan.pitched) {
 #pragma unroll
-    for (int p = 0; p < G::kParts; ++p) at.part[p].row = a.plan.by_inner.quotient(at.part[p].i);
+    for (int p = 0; p < at.kParts; ++p) at.row[p] = a.plan.by_inner.quotient(at.i[p]);
   }
-  GroupIo<bytes, Sums> io{a, at, scratch, sums};
-  constexpr bool forward = mode == Mode::forward;
-  // All loads are on their way before the first value is converted.
-  using B = Bits<bytes, G::n>;
-  B x[G::kParts] = {}, g[G::kParts] = {};
-  const auto load = [&](B* to, const void* p, const Lay& lay) {
-    if (!p) return;
-#pragma unroll
-    for (int k = 0; k < G::kParts; ++k)
-      to[k] = load_full<!forward, bytes, G::n>(p, lay, at.part[k]);  // in forward x may be the output, too
+  GroupIo<G, Sums> io{a, at, scratch, sums};
+  Bits<bytes, G::kLanes> x{}, g{};
+  const auto load = [&] {
+    if (a.x) x = load_full<!forward, bytes>(a.x, a.plan.x, at);  // in forward x may be the output, too
+    if (!forward && a.g) g = load_full<!forward, bytes>(a.g, a.plan.g, at);
   };
-  load(x, a.x, a.plan.x);
-  if constexpr (!forward) load(g, a.g, a.plan.g);
+  // Whole groups are on their way before the operands are looked at. Others wait: where the two ways of loading meet, the
+  // compiler copies registers, and that would wait for what was loaded.
+  if (at.whole) load();
   io.load();
-  const auto lanes = [&](const B* from) {
-    return load_group(at, [&](const Part<uint32_t>& part) { return to_lanes(from[&part - at.part], a.dtype); });
-  };
+  if (!at.whole) load();
   const GroupLanes zero = constant<GroupLanes>(0);
-  const Outputs<GroupLanes> out =
-      evaluate<mode>(a.op, a.scalars, lanes(x), forward ? zero : lanes(g), zero, false, io);
-  if (!a.out[0]) return;
-  store_group(at, out.full[0], [&](const Part<uint32_t>& part, const Lanes<float, G::n>& values) {
-    store_full(a.out[0], a.plan.out, part, to_bits<bytes, G::n>(values, a.dtype));
-  });
+  using Op = std::conditional_t<all, const Program&, LightProgram>;
+  const Outputs<GroupLanes> out = evaluate<mode>(Op{a.op}, a.scalars, to_lanes(x, a.dtype),
+                                                 forward ? zero : to_lanes(g, a.dtype), zero, false, io);
+  if (a.out[0]) store_full<bytes>(a.out[0], a.plan.out, at, to_bits<bytes>(out.full[0], a.dtype));
 }
 
-template <Mode mode>
-constexpr int kProgramResidents = mode == Mode::forward ? tuning::kProgramResidents : tuning::kProgramBackwardResidents;
+// What a thread takes at a time: consecutive elements of a 16-bit type, or vectors of them, so that neighbouring threads
+// read neighbouring 16 bytes.
+template <int bytes, int lanes>
+using ProgramGroup = Group<bytes, lanes / kVector<bytes>, uint32_t>;
 
-template <int bytes, Mode mode>
-__global__ void __launch_bounds__(kThreads, kProgramResidents<mode>)
-    program_flat_kernel(const __grid_constant__ Args<Program, float> a) {
-  constexpr int n = kVector<bytes>;
-  const uint32_t i = blockIdx.x * blockDim.x * kGroup + threadIdx.x * n, numel = uint32_t(a.numel);
+template <int bytes, bool all>
+__global__ void __launch_bounds__(kThreads, all ? tuning::kProgramResidents : tuning::kLightProgramResidents<bytes>)
+    program_kernel(const __grid_constant__ Args<Program, float> a) {
+  constexpr int n = kVector<bytes>, lanes = tuning::program_lanes(Mode::forward, bytes, all);
+  const uint32_t i = blockIdx.x * blockDim.x * lanes + threadIdx.x * n, numel = uint32_t(a.numel);
   if (i >= numel) return;
-  Group<bytes> at = make_group<bytes>(i, blockDim.x * n, i, numel);
-  Scratch scratch(a.plan.entries);
-  NoGroupSums sums;
-  process_group<bytes, mode>(a, at, scratch, sums);
+  ProgramGroup<bytes, lanes> at(i, blockDim.x * n, 0, numel);
+  Scratch<lanes> scratch(a.plan.entries);
+  NoSums sums;
+  process_group<Mode::forward, all>(a, at, scratch, sums);
 }
 
-template <int bytes, Mode mode>
-__global__ void __launch_bounds__(kThreads, kProgramResidents<mode>)
-    program_row_kernel(const __grid_constant__ Args<Program, float> a, const Rows rows) {
-  struct Sums : RowSums<kMaxOperands, float> {
-    __device__ __forceinline__ void add(int k, const GroupLanes& value, const Group<bytes>& at) {
-      float inside = 0;
+// What the blocks of program_backward_kernel go through, and what they sum on the way.
+struct ProgramWalk {
+  enum Kind { flat, rows, columns } kind = flat;
+  Rows by_rows{};
+  Columns by_columns{};
+};
+
+template <int bytes>
+__global__ void __launch_bounds__(kThreads, tuning::kProgramBackwardResidents)
+    program_backward_kernel(const __grid_constant__ Args<Program, float> a, const __grid_constant__ ProgramWalk walk) {
+  constexpr int lanes = tuning::program_lanes(Mode::backward, bytes, true);
+  using G = ProgramGroup<bytes, lanes>;
+  using GroupLanes = Lanes<float, lanes>;
+  struct Sums {
+    Scratch<lanes>& scratch;
+    const ProgramWalk::Kind kind;
+    const ProgramPlan& plan;
+    RowSums<kMaxOperands, float> of_rows;
+    // Of columns in scratch memory: four times eight registers would be too many.
+    __device__ __forceinline__ void add(int k, const GroupLanes& value, const G& at) {
+      if (kind == ProgramWalk::rows) return of_rows.add(k, value, at);
+      GroupLanes sum = scratch.read(plan.sums[k]);
 #pragma unroll
-      for (int j = 0; j < kGroup; ++j) inside += at.has(j) ? value.lane[j] : 0.0f;
-#pragma unroll
-      for (int n = 0; n < kMaxOperands; ++n)
-        if (n == k) sum[n] += inside;
+      for (int j = 0; j < lanes; ++j)
+        if (at.whole || at.has(j)) sum.lane[j] += value.lane[j];
+      scratch.write(plan.sums[k], sum);
     }
   };
-  const RowChunk chunk(rows);
   constexpr int n = kVector<bytes>, kLine = 128 / bytes;
-  const int step = rows.width * n;
-  Scratch scratch(a.plan.entries);
-  Sums sums{};
-  for (int64_t o = chunk.first + chunk.line; o < chunk.last; o += chunk.lines) {
-    const uint32_t start = uint32_t(chunk.start(rows, o));
-    const uint32_t end = start + uint32_t(chunk.to - chunk.from);
+  Scratch<lanes> scratch(a.plan.entries);
+  Sums sums{scratch, walk.kind, a.plan, {}};
+  // Stretches [start, start + length) of the walk, each `next` after the other. A thread takes a group at `first` from
+  // there, and at every `step`; with rows, from the 128-byte line on that the stretch begins in. An index has 32 bits and
+  // the next one need not: 2^31 apart means that there is no next one.
+  uint32_t start, length, next = 0, first, apart, stretches = 1;
+  if (walk.kind == ProgramWalk::flat) {
+    start = blockIdx.x * blockDim.x * lanes;
+    length = min(uint32_t(a.numel) - start, blockDim.x * lanes);
+    first = threadIdx.x * n;
+    apart = blockDim.x * n;
+  } else if (walk.kind == ProgramWalk::rows) {
+    const RowChunk chunk(walk.by_rows);
+    start = uint32_t(chunk.start(walk.by_rows, chunk.first + chunk.line));
+    length = uint32_t(chunk.to - chunk.from);
+    next = uint32_t(chunk.lines * walk.by_rows.channels * walk.by_rows.inner);
+    stretches = uint32_t(chunk.last - chunk.first - chunk.line + chunk.lines - 1) / uint32_t(chunk.lines);
+    first = chunk.lane * n;
+    apart = walk.by_rows.width * n;
+  } else {
+    const Columns& columns = walk.by_columns;
+    const ColumnChunk chunk(columns, n);
+    start = uint32_t((chunk.first + chunk.line) * columns.width() + chunk.column);
+    const int64_t end = min(chunk.last * columns.width(), a.numel);
+    stretches = chunk.works && (chunk.first + chunk.line) * columns.width() + chunk.column < end;
+    length = uint32_t(end) - start;
+    first = 0;
+    apart = uint32_t(min(chunk.lines * columns.width(), int64_t(1) << 31));
+    for (int k = 0; k < kMaxOperands; ++k)
+      if (a.emit[k] == Emit::reduce) scratch.write(a.plan.sums[k], constant<GroupLanes>(0));
+  }
+  const uint32_t step = apart >> 31 ? apart : apart * G::kParts;
 #pragma unroll 1
-    for (uint32_t i = start / kLine * kLine + chunk.lane * n; i < end; i += step * Group<bytes>::kParts) {
-      Group<bytes> at = make_group<bytes>(i, step, start, end);
-      process_group<bytes, mode>(a, at, scratch, sums);
+  for (; stretches > 0; --stretches, start += next) {
+    const uint32_t line = walk.kind == ProgramWalk::rows ? start / kLine * kLine : start;
+    const uint32_t end = start + length;
+#pragma unroll 1
+    for (uint32_t i = line + first; i < end; i += step) {
+      G at(i, apart, start, end);
+      process_group<Mode::backward, true>(a, at, scratch, sums);
+      if (end - i <= step) break;  // i + step may not fit in 32 bits
     }
   }
-  sums.emit(a, rows, chunk);
-}
-
-template <int bytes, Mode mode>
-__global__ void __launch_bounds__(kThreads, kProgramResidents<mode>)
-    program_column_kernel(const __grid_constant__ Args<Program, float> a, const Columns columns) {
-  struct Sums {  // in scratch memory: four times eight registers would be too many
-    Scratch& scratch;
-    const int entry;
-    __device__ __forceinline__ void add(int k, const GroupLanes& value, const Group<bytes>& at) {
-      GroupLanes sum = scratch.read(entry + k);
-#pragma unroll
-      for (int j = 0; j < kGroup; ++j)
-        if (at.has(j)) sum.lane[j] += value.lane[j];
-      scratch.write(entry + k, sum);
-    }
-  };
-  constexpr int n = kVector<bytes>, kParts = Group<bytes>::kParts;
-  const ColumnChunk chunk(columns, n);
-  Scratch scratch(a.plan.entries);
-  Sums sums{scratch, a.plan.sums};
-  for (int k = 0; k < kMaxOperands; ++k)
-    if (a.emit[k] == Emit::reduce) scratch.write(a.plan.sums + k, constant<GroupLanes>(0));
-  if (chunk.works) {
-    const int64_t end = min(chunk.last * columns.width(), a.numel), step = chunk.lines * columns.width();
-#pragma unroll 1
-    for (int64_t i = (chunk.first + chunk.line) * columns.width() + chunk.column; i < end; i += step * kParts) {
-      Group<bytes> at = make_group<bytes>(i, step, i, end);
-      process_group<bytes, mode>(a, at, scratch, sums);
-    }
-  }
+  if (walk.kind == ProgramWalk::rows) return sums.of_rows.emit(a, walk.by_rows, RowChunk(walk.by_rows));
+  if (walk.kind != ProgramWalk::columns) return;
   __syncthreads();
+  const int lines = ColumnChunk(walk.by_columns, n).lines;
   for (int k = 0; k < kMaxOperands; ++k) {
     if (a.emit[k] != Emit::reduce) continue;
-    emit_columns(a, k, columns, chunk.lines, n, [&](int thread, int j) {
-      const float first = scratch.number(a.plan.sums + k, thread, j);
-      return kParts == 1 ? first : first + scratch.number(a.plan.sums + k, thread, j + n);
+    emit_columns(a, k, walk.by_columns, lines, n, [&](int thread, int j) {
+      const float sum = scratch.number(a.plan.sums[k], thread, j);
+      return G::kParts == 1 ? sum : sum + scratch.number(a.plan.sums[k], thread, j + n);
     });
   }
 }
