@@ -11,6 +11,8 @@ import torch
 from cases import call, tracked
 from oracle import assert_same
 
+import fused_act
+
 pytestmark = cases.needs_cuda
 
 CUDA = torch.device("cuda")
@@ -338,3 +340,76 @@ def test_gradients_in_another_order_do_not_go_element_by_element(name, gradient)
     assert not [e.name for e in profile.events() if re.search("fused_act::(strided|reduce)_kernel", e.name)]
     for a, b in zip(got, want):
         assert torch.equal(a, b)
+
+
+FRAMES = [op for op in fused_act.ops() if op.packing or any(p.kind == "activation" for p in op.parameters)]
+FRAME_LAYOUTS = {
+    "rows": ((2, 16, 4, 8), torch.contiguous_format),
+    "rows that no vector fits": ((8, 3, 5, 7), torch.contiguous_format),
+    "channels_last": ((2, 16, 5, 4), torch.channels_last),
+}
+
+
+def frame_arguments(op, shape, dtype, memory_format):
+    """All parameters given; then the optional ones left out; then operands of another type, and of one element."""
+    g = torch.Generator().manual_seed(len(op.name))
+
+    def make(*size, dtype=dtype):
+        return (torch.randn(*size, generator=g) * 3).to("cuda", dtype)
+
+    def full():
+        x = make(*shape[:-1], shape[-1] * (2 if op.packing else 1)).contiguous(memory_format=memory_format)
+        x[0, 0, 0, :3] = torch.tensor([float("nan"), float("inf"), -float("inf")])
+        return x
+
+    for kind in ("all", "none", "mixed"):
+        arguments = {}
+        for p in op.parameters:
+            if p.kind == "operand" and p.is_input:
+                arguments[p.name] = full()
+            elif p.kind == "operand" and not (p.optional and kind == "none"):
+                size = 1 if kind == "mixed" and p.optional else shape[1]
+                arguments[p.name] = make(size, dtype=torch.float32 if kind == "mixed" else dtype)
+            elif p.kind == "scalar" and p.name != "alpha" and not (p.optional and kind == "none"):
+                arguments[p.name] = 1.25
+        if any(p.kind == "operand" and not p.is_input for p in op.parameters):
+            arguments["dim"] = 1
+        yield full(), arguments
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("layout", FRAME_LAYOUTS)
+@pytest.mark.parametrize("op", FRAMES, ids=lambda op: op.name)
+def test_a_frame_gives_what_its_steps_give(op, layout, dtype):
+    """Kernels that are compiled for an activation, and those for any strides, which take one step after the other."""
+    shape, memory_format = FRAME_LAYOUTS[layout]
+    function = getattr(torch.ops.fused_act, op.name)
+    acts = [None]
+    if activation := next((p.name for p in op.parameters if p.kind == "activation"), None):
+        acts = [a.name for a in fused_act.ops() if a.is_activation]
+    for x, arguments in frame_arguments(op, shape, dtype, memory_format):
+        wide = torch.zeros(*x.shape[:-1], 2 * x.shape[-1], dtype=dtype, device="cuda")
+        stepped = wide[..., ::2].copy_(x)
+        for act in acts:
+            kind = {activation: act} if act else {}
+            parameters = next(a for a in fused_act.ops() if a.name == act).parameters if act else []
+            if parameters and parameters[0].default is None and not parameters[0].optional:
+                kind["alpha"] = 0.5
+            torch.testing.assert_close(
+                function(x, **arguments, **kind), function(stepped, **arguments, **kind),
+                rtol=0, atol=0, equal_nan=True, msg=lambda m: f"{act}: {m}",
+            )  # fmt: skip
+
+
+@pytest.mark.parametrize("op", FRAMES, ids=lambda op: op.name)
+def test_a_frame_has_its_kernel(op):
+    shape = (2, 16, 4, 8)
+    function = getattr(torch.ops.fused_act, op.name)
+    kind = {p.name: "silu" for p in op.parameters if p.kind == "activation"}
+    calls = list(frame_arguments(op, shape, torch.bfloat16, torch.contiguous_format))
+    with torch.profiler.profile() as profile:
+        for x, arguments in calls:
+            function(x, **arguments, **kind)
+        torch.cuda.synchronize()
+    names = [e.name for e in profile.events() if re.search("fused_act::\\w+_kernel", e.name)]
+    assert len(names) == len(calls) and all("Framed" in name for name in names), names
