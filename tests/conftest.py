@@ -13,6 +13,18 @@ import cases
 
 import fused_act
 
+try:
+    from hypothesis import HealthCheck, settings
+except ImportError:  # test_fuzz.py says that it skips
+    pass
+else:
+    # max_examples is that of all tests together, of which each takes its part (test_fuzz.py). CI has the same examples
+    # every time. No deadlines: the first example of a kind takes longer.
+    common = dict(deadline=None, print_blob=True, database=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.register_profile("ci", max_examples=200, derandomize=True, **common)
+    settings.register_profile("nightly", max_examples=10_000, derandomize=False, **common)
+    settings.load_profile(os.environ.get("FUSED_ACT_FUZZ") or "ci")
+
 DTYPE_IDS = {dtype: str(dtype).removeprefix("torch.") for dtype in cases.DTYPES}
 
 
