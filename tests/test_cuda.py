@@ -2,6 +2,7 @@
 the other files, whose `device` fixture runs them there too."""
 
 import contextlib
+import copy
 import re
 
 import cases
@@ -156,6 +157,43 @@ def test_graph_capture_of_double_backward_and_jvp(op):
     graph.replay()
     for a, b in zip(captured, step()):
         assert_same(a.detach(), b.detach())
+
+
+def test_graph_capture_of_a_fused_model():
+    """Inference, and a training step with the optimizer in it."""
+    torch.manual_seed(0)
+    layers = [torch.nn.Conv2d(3, 8, 3), torch.nn.Hardswish(), torch.nn.Conv2d(8, 8, 3), torch.nn.SiLU()]
+    model = fused_act.fuse(torch.nn.Sequential(*layers)).to(CUDA)
+    scaled = fused_act.fuse(lambda y: torch.relu(y * 2 + 1) / 3)
+    x = torch.randn(4, 3, 12, 12, device=CUDA)
+    twin = copy.deepcopy(model)
+
+    def step(m):
+        optimizer = torch.optim.SGD(m.parameters(), 0.01)
+        for p in m.parameters():
+            p.grad = None
+        scaled(m(x)).sum().backward()
+        optimizer.step()
+
+    warm_up(lambda: step(model))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step(model)
+    inference = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(inference):
+        y = scaled(model(x))
+    for _ in range(3):
+        step(twin)
+    for k in range(2):
+        with torch.no_grad():
+            x.copy_(torch.randn(x.shape, generator=torch.Generator().manual_seed(k)))
+        graph.replay()
+        step(twin)
+        inference.replay()
+        with torch.no_grad():
+            torch.testing.assert_close(y, scaled(twin(x)))
+    for a, b in zip(model.parameters(), twin.parameters()):
+        torch.testing.assert_close(a, b)
 
 
 def warm_up(function):

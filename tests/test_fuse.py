@@ -931,6 +931,39 @@ def test_export(strict):
     torch.testing.assert_close(program.module()(x), fused(x))
 
 
+@pytest.fixture
+def process_group(tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'group'}", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="this PyTorch has no torch.distributed")
+@pytest.mark.parametrize("wrap", ["DistributedDataParallel", "fully_shard"])
+def test_data_parallel(process_group, wrap):
+    """One process: the hooks, buckets and sharded parameters are those of many."""
+    (x,) = tensors((2, 3, 6, 6))
+    model = Conv().eval()
+    fused = fused_act.fuse(copy.deepcopy(model))
+    if wrap == "fully_shard":
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        wrapped = fully_shard(fused, mesh=init_device_mesh("cpu", (1,)))
+    else:
+        wrapped = nn.parallel.DistributedDataParallel(fused)
+    optimizers = [torch.optim.SGD(m.parameters(), 1e-3) for m in (wrapped, model)]
+    for _ in range(3):
+        for m, optimizer in zip((wrapped, model), optimizers):
+            optimizer.zero_grad()
+            m(x).square().sum().backward()
+            optimizer.step()
+    assert len(operators(wrapped, x).fused) == 1
+    for a, b in zip(wrapped.parameters(), model.parameters(), strict=True):
+        a = a.full_tensor() if hasattr(a, "full_tensor") else a  # a forward leaves the outermost ones whole
+        torch.testing.assert_close(a, b)
+
+
 def test_inputs_keep_their_names():
     class Model(nn.Module):
         def forward(self, x, factor: float = 2.0, *, mask=None):
