@@ -1,8 +1,8 @@
 """Times every operator of the table: bandwidth against a copy of the same bytes, and overhead per call.
 
-    python benchmarks/seed_operators.py --output results.json             # everything but torch.compile
-    python benchmarks/seed_operators.py --only overhead --device cpu
-    python benchmarks/seed_operators.py --only forward --compile          # columns for eager and torch.compile
+    python benchmarks/operators.py --output results.json             # everything but torch.compile
+    python benchmarks/operators.py --only overhead --device cpu
+    python benchmarks/operators.py --only forward --compile          # columns for eager and torch.compile
 
 README.md beside this file says how each figure is measured.
 """
@@ -10,14 +10,17 @@ README.md beside this file says how each figure is measured.
 from __future__ import annotations
 
 import argparse
+import ast
 import gc
 import json
 import platform
 import random
+import re
 import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -34,8 +37,8 @@ WAYS = ("default", "packet", "functional")
 
 YARDSTICKS = {
     "forward": "a copy of the same bytes",
-    "backward": "1.5 copies of x",
-    "training": "2.5 copies of x (forward and backward through autograd)",
+    "backward": "copies of the bytes that it needs",
+    "training": "copies of the bytes that it needs (forward and backward through autograd)",
     "overhead": "F.hardswish, 64 elements, wall clock per call",
 }
 # The goals that the project has set itself, for the ratios that have one; those for bandwidth hold on a GPU.
@@ -48,35 +51,94 @@ Call = Callable[[], object]
 # ---- From the table of operators to arguments --------------------------------------------------------------------
 
 
-def make_parameters(operator: fused_act.Operator, x: torch.Tensor, requires_grad: bool = False) -> list:
-    """Values for the operator's parameters, in the order of its schema: an operand is a random vector along dim 1, a
-    scalar is its default, or 0.5 where it has none (0.5 puts a bound inside the range of random data)."""
-    values = []
-    for parameter in operator.parameters:
-        if parameter.kind == "operand":
-            operand = torch.randn(x.shape[1], device=x.device, dtype=x.dtype)
-            values.append(operand.requires_grad_(requires_grad))
-        else:
-            values.append(0.5 if parameter.default is None else parameter.default)
-    return values
+@dataclass(frozen=True)
+class Case:
+    """One operator, with an activation where it takes one by name."""
+
+    operator: fused_act.Operator
+    activation: str | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.operator.name}({self.activation})" if self.activation else self.operator.name
+
+    @property
+    def operands(self) -> list:
+        return [p for p in self.operator.parameters if p.kind == "operand"]
+
+    def full_tensors(self) -> tuple[int, int]:
+        """How many tensors as large as the result are inputs, and how large the result is beside x, as 1 / n."""
+        packed = bool(self.operator.packing)
+        return 1 + packed + sum(p.is_input for p in self.operands), 1 + packed
+
+    def copies(self, section: str) -> float:
+        """Copies of x that move as many bytes. Backward reads grad_output and the inputs and writes their gradients."""
+        inputs, parts = self.full_tensors()
+        forward, backward = inputs + 1, 1 + 2 * inputs
+        moved = {"forward": forward, "backward": backward, "training": forward + backward}[section]
+        return moved / (2 * parts)
+
+    def result_shape(self, x: torch.Tensor) -> list[int]:
+        return [*x.shape[:-1], x.shape[-1] // self.full_tensors()[1]]
+
+    def parameters(self, x: torch.Tensor, requires_grad: bool = False) -> dict[str, object]:
+        """An operand is a random vector along dim 1, or as large as x; a scalar is its default, or 0.5 where it has
+        none (0.5 puts a bound inside the range of random data)."""
+        values: dict[str, object] = {}
+        for p in self.operator.parameters:
+            if p.kind == "activation":
+                values[p.name] = self.activation
+            elif p.kind == "scalar":
+                values[p.name] = (
+                    0.5 if p.default is None and (not p.optional or p.name in ("min", "max")) else p.default
+                )
+            else:
+                size = x.shape if p.is_input else (x.shape[1],)
+                operand = torch.randn(size, device=x.device, dtype=x.dtype)
+                if p.is_input:
+                    operand = operand.to(memory_format=memory_format_of(x))
+                values[p.name] = operand.requires_grad_(requires_grad)
+        if self.operands:
+            values["dim"] = 1
+        return values
+
+    def written_out(self) -> Callable[..., torch.Tensor]:
+        """The table's expression as one function of plain PyTorch, of x and :meth:`parameters`."""
+        operator, namespace = self.operator, {"torch": torch, "F": F, "relu": torch.relu, "clamp": torch.clamp}
+        text = operator.expression
+        if self.activation:  # in its defaults: without alpha, gain and clamp
+            text = re.sub(r"^torch\.clamp\((.*) \* gain, -clamp, clamp\)$", r"\1", text)
+            text = text.replace("activation(act, ", "act_fn(").replace(", alpha)", ")")
+            inner = next(o for o in fused_act.ops() if o.name == self.activation)
+            defaults = {p.name: 0.0 if p.default is None else p.default for p in inner.parameters}
+            exec(function_source("act_fn", inner.input, inner.expression, defaults, []), namespace)
+        names = list(self.parameters(torch.empty(1, 2, 2, 2)))
+        aligned = [p.name for p in self.operands if not p.is_input]
+        exec(function_source("written", operator.input, text, dict.fromkeys(names), aligned), namespace)
+        return namespace["written"]
 
 
-def operand_count(operator: fused_act.Operator) -> int:
-    return sum(parameter.kind == "operand" for parameter in operator.parameters)
+def function_source(name: str, x: str, expression: str, parameters: dict[str, object], aligned: list[str]) -> str:
+    """``def name(x, parameters...)``; one-dimensional operands are laid along dim 1."""
+    *statements, last = ast.parse(expression).body
+    lines = [f"def {name}({', '.join([x, *(f'{n}={v!r}' for n, v in parameters.items())])}, **others):"]
+    lines += [f"    {n} = {n}.reshape((1, -1) + (1,) * ({x}.dim() - 2))" for n in aligned]
+    lines += [f"    {ast.unparse(statement)}" for statement in statements]
+    return "\n".join([*lines, f"    return {ast.unparse(last)}"])
 
 
-def written_out(operator: fused_act.Operator) -> Callable[..., torch.Tensor]:
-    """The table's expression as a function of x and the parameters; one-dimensional operands lie along dim 1."""
-    *statements, value = (part.strip() for part in operator.expression.split(";"))
-    names = [parameter.name for parameter in operator.parameters]
-    lines = [f"def {operator.name}({', '.join(['x', *names])}):"]
-    for parameter in operator.parameters:
-        if parameter.kind == "operand":
-            lines.append(f"    {parameter.name} = {parameter.name}.reshape((1, -1) + (1,) * (x.dim() - 2))")
-    lines += [f"    {statement}" for statement in statements] + [f"    return {value}"]
-    namespace = {"torch": torch, "F": F, "relu": torch.relu, "clamp": torch.clamp}
-    exec("\n".join(lines), namespace)
-    return namespace[operator.name]
+def memory_format_of(x: torch.Tensor) -> torch.memory_format:
+    channels_last = x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
+    return torch.channels_last if channels_last else torch.contiguous_format
+
+
+def make_cases(names: list[str], activations: list[str]) -> list[Case]:
+    cases = []
+    for operator in fused_act.ops():
+        if operator.name in names:
+            named = any(p.kind == "activation" for p in operator.parameters)
+            cases += [Case(operator, activation) for activation in (activations if named else [None])]
+    return cases
 
 
 # ---- Clocks ------------------------------------------------------------------------------------------------------
@@ -162,38 +224,39 @@ def per_call_microseconds(
 # ---- Sections ----------------------------------------------------------------------------------------------------
 
 
-def run_bandwidth(section: str, args: argparse.Namespace, device: torch.device, operators: tuple) -> list[dict]:
-    """Sections ``forward``, ``backward`` and ``training``: one row per operator, dtype and layout."""
+def run_bandwidth(section: str, args: argparse.Namespace, device: torch.device, cases: list[Case]) -> list[dict]:
+    """Sections ``forward``, ``backward`` and ``training``: one row per case, dtype and layout."""
     clock = Clock(device, args.repeats)
     goals = GOALS if device.type == "cuda" else {}
-    to_compile = operators if args.compile else ()
     # Every row is one more function made at one place: Dynamo of 2.11 takes them for recompilations of one, and after
     # eight runs them eagerly with no more than a warning.
     torch._dynamo.config.recompile_limit = 10_000
-    compiled = {operator.name: torch.compile(written_out(operator), dynamic=False) for operator in to_compile}
+    compiled = {}
+    if args.compile:
+        compiled = {c.name: torch.compile(c.written_out(), dynamic=False, fullgraph=True) for c in cases}
     rows = []
     for dtype_name in args.dtypes:
         dtype = DTYPES[dtype_name]
         for layout in args.layouts:
 
-            def random_tensor() -> torch.Tensor:
-                return torch.randn(args.shape, device=device, dtype=dtype).to(memory_format=LAYOUTS[layout])
+            def random_tensor(shape) -> torch.Tensor:
+                return torch.randn(shape, device=device, dtype=dtype).to(memory_format=LAYOUTS[layout])
 
             # Two input sets in turn: no figure then hangs on where one tensor happens to lie in memory.
-            xs = [random_tensor() for _ in range(2)]
-            grads = [random_tensor() for _ in range(2)] if section != "forward" else []
+            xs = [random_tensor(args.shape) for _ in range(2)]
             target = torch.empty_like(xs[0])
-            for operator in operators:
-                calls, copies = bandwidth_calls(section, operator, xs, grads, compiled.get(operator.name))
+            for case in cases:
+                grads = [random_tensor(case.result_shape(xs[0])) for _ in range(2 if section != "forward" else 0)]
+                calls = bandwidth_calls(section, case, xs, grads, compiled.get(case.name))
                 for name in ("yardstick", "control"):
                     calls[name] = lambda i: target.copy_(xs[i % 2])
                 times = clock.microseconds(calls)
                 for name in [name for name in calls if name != "yardstick"]:
-                    passes = 1.0 if name == "control" else copies
+                    passes = 1.0 if name == "control" else case.copies(section)
                     measured = row(times[name], times["yardstick"], passes)
                     call = name if name in ("control", "eager", "torch.compile") else "fused"
                     rows.append(
-                        {"section": section, "operator": operator.name, "what": name, "call": call}
+                        {"section": section, "operator": case.name, "what": name, "call": call}
                         | {"dtype": dtype_name, "layout": layout, "shape": list(args.shape)}
                         | measured
                         | {"GB/s": 2 * target.nbytes * passes / measured["us"] / 1e3}
@@ -202,84 +265,85 @@ def run_bandwidth(section: str, args: argparse.Namespace, device: torch.device, 
     return rows
 
 
-def bandwidth_calls(section: str, operator, xs: list, grads: list, compiled) -> tuple[dict, float]:
-    """What to time for one operator, and the number of copies of x that move as many bytes."""
-    values = make_parameters(operator, xs[0])
-    operands = operand_count(operator)
+def bandwidth_calls(section: str, case: Case, xs: list, grads: list, compiled) -> dict[str, Callable[[int], object]]:
+    """What to time for one case."""
+    function = getattr(torch.ops.fused_act, case.operator.name).default
     if section == "forward":
-        function = getattr(torch.ops.fused_act, operator.name).default
-        calls = {"fused": lambda i: function(xs[i % 2], *values)}
+        values = case.parameters(xs[0])
+        calls = {"fused": lambda i: function(xs[i % 2], **values)}
         if compiled is not None:
-            eager = written_out(operator)
-            calls["eager"] = lambda i: eager(xs[i % 2], *values)
-            calls["torch.compile"] = lambda i: compiled(xs[i % 2], *values)
-        return calls, 1.0
+            eager = case.written_out()
+            calls["eager"] = lambda i: eager(xs[i % 2], **values)
+            calls["torch.compile"] = lambda i: compiled(xs[i % 2], **values)
+        return calls
 
     if section == "backward":
-        # Reads grad_output and x, writes grad_x: three passes, where a copy is two.
-        function = getattr(torch.ops.fused_act, f"{operator.name}_backward").default
-        if not operands:
-            return {"grad_x": lambda i: function(grads[i % 2], xs[i % 2], *values)}, 1.5
-        every, only_x = [True] * (1 + operands), [True] + [False] * operands
-        return {
-            "grad_x": lambda i: function(grads[i % 2], xs[i % 2], *values, 1, only_x),
-            "grad_x + operand": lambda i: function(grads[i % 2], xs[i % 2], *values, 1, every),
-        }, 1.5
+        backward = getattr(torch.ops.fused_act, f"{case.operator.name}_backward").default
+        values = case.parameters(xs[0])
+        if not case.operands:
+            return {"grad_x": lambda i: backward(grads[i % 2], xs[i % 2], **values)}
+        # Of an operand as large as x the gradient counts among the bytes.
+        least = [True] + [bool(p.is_input) for p in case.operands]
+        calls = {"grad_x": lambda i: backward(grads[i % 2], xs[i % 2], **values, output_mask=least)}
+        if not all(least):
+            every = [True] * len(least)
+            calls["grad_x + operand"] = lambda i: backward(grads[i % 2], xs[i % 2], **values, output_mask=every)
+        return calls
 
-    # Through autograd, all inputs requiring a gradient: the forward's two passes and the backward's three.
+    # Through autograd, all inputs requiring a gradient.
     leaves = [x.detach().requires_grad_() for x in xs]
-    values = make_parameters(operator, xs[0], requires_grad=True)
-    wanted = [value for value in values if isinstance(value, torch.Tensor)]
+    values = case.parameters(xs[0], requires_grad=True)
+    wanted = [value for value in values.values() if isinstance(value, torch.Tensor)]
 
     def both(function: Callable) -> Callable[[int], object]:
         def call(i: int) -> object:
             leaf = leaves[i % 2]
-            return torch.autograd.grad(function(leaf, *values), [leaf, *wanted], grads[i % 2])
+            return torch.autograd.grad(function(leaf, **values), [leaf, *wanted], grads[i % 2])
 
         return call
 
-    calls = {"fused": both(getattr(torch.ops.fused_act, operator.name).default)}
+    calls = {"fused": both(function)}
     if compiled is not None:
-        calls["eager"] = both(written_out(operator))
+        calls["eager"] = both(case.written_out())
         calls["torch.compile"] = both(compiled)
-    return calls, 2.5
+    return calls
 
 
-def run_overhead(args: argparse.Namespace, device: torch.device, operators: tuple) -> list[dict]:
+def run_overhead(args: argparse.Namespace, device: torch.device, cases: list[Case]) -> list[dict]:
     """Section ``overhead``: time per call on 64 elements against F.hardswish, called in three ways."""
     rows = []
     shape = (2, 8, 2, 2)
-    for operator in operators:
-        packet = getattr(torch.ops.fused_act, operator.name)
-        functions = (packet.default, packet, getattr(fused_act.functional, operator.name))
-        ways = dict(zip(WAYS, functions, strict=True))
+    for case in cases:
+        packet = getattr(torch.ops.fused_act, case.operator.name)
+        functional = getattr(fused_act.functional, case.operator.name)
+        ways = dict(zip(WAYS, (packet.default, packet, functional), strict=True))
         x = torch.randn(shape, device=device)
-        values = make_parameters(operator, x)
+        values = case.parameters(x)
         leaf = x.clone().requires_grad_()
-        leaf_values = make_parameters(operator, x, requires_grad=True)
-        operand_leaves = [value for value in leaf_values if isinstance(value, torch.Tensor)]
-        grad = torch.randn_like(x)
+        leaf_values = case.parameters(x, requires_grad=True)
+        operand_leaves = [value for value in leaf_values.values() if isinstance(value, torch.Tensor)]
+        grad, own_grad = torch.randn_like(x), torch.randn(case.result_shape(x), device=device)
 
-        def forward(function: Callable, tensor: torch.Tensor, extra: list) -> Call:
-            return lambda: function(tensor, *extra)
+        def forward(function: Callable, tensor: torch.Tensor, extra: dict) -> Call:
+            return lambda: function(tensor, **extra)
 
-        def both(function: Callable, extra: list, wanted: list) -> Call:
-            return lambda: torch.autograd.grad(function(leaf, *extra), wanted, grad)
+        def both(function: Callable, extra: dict, wanted: list, grad: torch.Tensor) -> Call:
+            return lambda: torch.autograd.grad(function(leaf, **extra), wanted, grad)
 
         modes: dict[str, dict[str, Call]] = {
             "no_grad": {way: forward(function, x, values) for way, function in ways.items()},
             "forward": {way: forward(function, leaf, values) for way, function in ways.items()},
-            "forward + backward": {way: both(function, values, [leaf]) for way, function in ways.items()},
+            "forward + backward": {way: both(function, values, [leaf], own_grad) for way, function in ways.items()},
         }
         yardsticks = {
-            "no_grad": forward(F.hardswish, x, []),
-            "forward": forward(F.hardswish, leaf, []),
-            "forward + backward": both(F.hardswish, [], [leaf]),
+            "no_grad": forward(F.hardswish, x, {}),
+            "forward": forward(F.hardswish, leaf, {}),
+            "forward + backward": both(F.hardswish, {}, [leaf], grad),
         }
         if operand_leaves:
             mode = "forward + backward, operand too"
             wanted = [leaf, *operand_leaves]
-            modes[mode] = {way: both(function, leaf_values, wanted) for way, function in ways.items()}
+            modes[mode] = {way: both(function, leaf_values, wanted, own_grad) for way, function in ways.items()}
             yardsticks[mode] = yardsticks["forward + backward"]
 
         for mode, calls in modes.items():
@@ -289,7 +353,7 @@ def run_overhead(args: argparse.Namespace, device: torch.device, operators: tupl
                 times = per_call_microseconds(calls, device, args.calls, args.batches)
             for way in [*WAYS, "control"]:
                 rows.append(
-                    {"section": "overhead", "operator": operator.name, "what": mode, "call": way}
+                    {"section": "overhead", "operator": case.name, "what": mode, "call": way}
                     | row(times[way], times["yardstick"], 1.0)
                     | {"limit": None if way == "control" else GOAL_MODES.get(mode)}
                 )
@@ -366,6 +430,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=["forward", "backward", "overhead"])
     parser.add_argument("--operators", nargs="+", choices=names, default=names)
+    activations = [operator.name for operator in fused_act.ops() if operator.is_activation]
+    help = "for operators that take one by name"
+    parser.add_argument("--activations", nargs="+", choices=activations, default=["relu", "silu", "gelu"], help=help)
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["float32", "bfloat16", "float16"])
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
     shape_help = "default 128 64 126 126; on a CPU 8 64 126 126"
@@ -390,7 +457,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     device = torch.device(args.device)
     torch.manual_seed(0)
-    operators = tuple(operator for operator in fused_act.ops() if operator.name in args.operators)
+    cases = make_cases(args.operators, args.activations)
     about = {
         "device": torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or platform.machine(),
         "torch": torch.__version__,
@@ -407,9 +474,9 @@ def main(argv: list[str] | None = None) -> int:
     for section in dict.fromkeys(args.only):
         begin = time.perf_counter()
         if section == "overhead":
-            measured = run_overhead(args, device, operators)
+            measured = run_overhead(args, device, cases)
         else:
-            measured = run_bandwidth(section, args, device, operators)
+            measured = run_bandwidth(section, args, device, cases)
         report(section, measured)
         print(f"({section}: {time.perf_counter() - begin:.0f} s)", flush=True)
         rows += measured
