@@ -65,9 +65,25 @@ struct SavedInput {
       options = t.options();
     }
   }
-  // Where only the shape matters the elements are never read.
-  at::Tensor unpack(const NodePtr& node) const {
-    return by_value ? value.unpack(node) : at::empty_strided_symint(sizes, strides, options);
+  at::Tensor unpack(const NodePtr& node, const at::Tensor& grad) const {
+    return by_value ? value.unpack(node) : unread(grad, sizes, strides, options);
+  }
+  // A tensor of that layout, whose elements are never read: the incoming gradient where that has it, so that nothing is
+  // allocated.
+  static at::Tensor unread(const at::Tensor& grad, c10::SymIntArrayRef sizes, c10::SymIntArrayRef strides,
+                           const c10::TensorOptions& options) {
+    const auto same = [](c10::SymIntArrayRef a, c10::SymIntArrayRef b) {
+      const auto equal = [](const c10::SymInt& m, const c10::SymInt& n) {
+        const auto x = m.maybe_as_int(), y = n.maybe_as_int();  // of what is traced no guard is asked for
+        return x && y && *x == *y;
+      };
+      return std::equal(a.begin(), a.end(), b.begin(), b.end(), equal);
+    };
+    const bool usable = grad.defined() && grad.scalar_type() == c10::typeMetaToScalarType(options.dtype()) &&
+                        grad.device() == options.device() && same(grad.sym_sizes(), sizes) &&
+                        same(grad.sym_strides(), strides);
+    if (!usable) return at::empty_strided_symint(sizes, strides, options);
+    return grad.requires_grad() ? grad.detach() : grad;  // which adds no edge to the graph
   }
   template <class F>
   void visit(F f) {
@@ -112,8 +128,6 @@ class Derivative {
   // Inputs x, operands; output y.
   void forward(Arguments& a, variable_list& result) const {
     a.g = grads_[0];
-    // x was not saved, so it is not read: any tensor of its shape will do, but not one that adds an edge to the graph.
-    if (!a.x.defined()) a.x = a.g.requires_grad() ? a.g.detach() : a.g;
     std::copy(needed_.begin(), needed_.end(), a.asked);
     result = call(op_, Mode::backward, a);
   }
@@ -184,9 +198,7 @@ struct FusedNode final : Node {
     const uint32_t x_bits = input::x | (packed ? input::operand(0) : 0);
     const uint32_t u_bits = input::u | (packed ? input::v(0) : 0);
     inputs.reserve(3 + 2 * op.operands);
-    // In the forward Node grad_output has x's shape, so an x that is not read leaves no trace at all.
-    // (Of a packed x the shape follows from that of grad_output too, but not whether its gradient is contiguous.)
-    if (mode != Mode::forward || packed || (read & x_bits)) full(&Arguments::x, x_bits);
+    full(&Arguments::x, x_bits);
     if (mode == Mode::backward) full(&Arguments::g, input::g);
     for (int k = 0; k < op.operands; ++k) operand(k);
     if (mode == Mode::jvp) {
@@ -202,11 +214,11 @@ struct FusedNode final : Node {
       if (s.by_value) s.value.reset_data();
   }
 
-  Arguments unpack() {
+  Arguments unpack(const at::Tensor& grad) {
     const std::lock_guard<std::mutex> lock(mutex_);
     Arguments a;
     static_cast<Constants&>(a) = constants;
-    for (const SavedInput& s : inputs) s.place.in(a) = s.unpack(getptr());
+    for (const SavedInput& s : inputs) s.place.in(a) = s.unpack(getptr(), grad);
     if (from_output) to_zero(op, a);
     return a;
   }
@@ -222,7 +234,7 @@ struct FusedNode final : Node {
   }
 
   variable_list apply(variable_list&& grads) override {
-    return Derivative(op, mode, grads, needed()).of(unpack());
+    return Derivative(op, mode, grads, needed()).of(unpack(grads[0]));
   }
 
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
@@ -289,7 +301,7 @@ struct FusedNode final : Node {
         } else {
           const auto sizes = packed.unpack<std::vector<c10::SymInt>>();
           const auto strides = packed.unpack<std::vector<c10::SymInt>>();
-          r.place.in(a) = at::empty_strided_symint(sizes, strides, r.options);
+          r.place.in(a) = SavedInput::unread(grads[0], sizes, strides, r.options);
         }
       }
       if (from_output) to_zero(op, a);

@@ -11,6 +11,7 @@ from oracle import assert_same
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fused_act
+from fused_act import _C
 
 
 def as_tuple(result):
@@ -335,3 +336,18 @@ def test_meta_strides_of_operand_gradients(operand_op):
             cases.with_operands(params, lambda t: t.to("meta").as_strided(t.shape, t.stride())),
         )
         assert [t.stride() for t in meta] == [t.stride() for t in real]
+
+
+@pytest.mark.parametrize("go_layout", ["contiguous", "channels_last", "expanded_all"])
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last", "step_channel"])
+@pytest.mark.parametrize("name", ["bias_act", "chain"])
+def test_gradient_has_the_strides_of_an_x_that_is_not_read(name, layout, go_layout, device):
+    """An addition or a negation saves nothing of x but how it lies."""
+    x = cases.LAYOUTS[layout](torch.randn(2, 3, 4, 5, device=device)).requires_grad_()
+    go = cases.LAYOUTS[go_layout](torch.randn(2, 3, 4, 5, device=device))
+    neg = [step for step, _ in _C._steps].index("Neg")
+    ops = torch.ops.fused_act
+    y = ops.chain(x, [], [1, neg, -1], []) if name == "chain" else ops.bias_act(x, torch.ones(3, device=device))
+    (gx,) = torch.autograd.grad(y, x, go)
+    assert gx.stride() == torch.empty_like(x).stride()
+    assert_same(gx, -go if name == "chain" else go)
