@@ -47,8 +47,8 @@ FUSED_ACT_FN Outputs<N> evaluate(const Op& op, const Scalar<compute_t<N>>* scala
   using A = Arithmetic<N>;
   using Direction = Dual<N, 1>;
   Outputs<N> out;
-  const auto plain = [&](int k) { return io.operand(k); };
-  const auto moving = [&](int k) {
+  const auto plain = [&](int k) FUSED_ACT_LAMBDA { return io.operand(k); };
+  const auto moving = [&](int k) FUSED_ACT_LAMBDA {
     Direction d;
     d.value = io.operand(k);
     const bool moves = io.moves(k);
@@ -60,8 +60,10 @@ FUSED_ACT_FN Outputs<N> evaluate(const Op& op, const Scalar<compute_t<N>>* scala
     auto memory = io.template memory<N>();
     out.full[0] = op.apply(x, plain, scalars, memory);
   } else if constexpr (mode == Mode::backward) {
-    const auto times_g = [&](const Cotangent<N>& c) { return select(c.active, mul(g, c.value), constant<N>(0)); };
-    const auto give = [&](int k, const Cotangent<N>& c) { io.gradient(k, times_g(c)); };
+    const auto times_g = [&](const Cotangent<N>& c) FUSED_ACT_LAMBDA {
+      return select(c.active, mul(g, c.value), constant<N>(0));
+    };
+    const auto give = [&](int k, const Cotangent<N>& c) FUSED_ACT_LAMBDA { io.gradient(k, times_g(c)); };
     auto memory = io.template memory<N>();
     out.full[0] = times_g(op.sweep(x, plain, give, scalars, memory).cotangent);
   } else {
@@ -71,10 +73,10 @@ FUSED_ACT_FN Outputs<N> evaluate(const Op& op, const Scalar<compute_t<N>>* scala
       out.full[0] = tangent_or_zero(op.apply(dx, moving, scalars, memory), 0);
     } else {
       // The tangent of a derivative that is itself inactive is inactive too.
-      const auto curvature = [&](const Cotangent<Direction>& c) {
+      const auto curvature = [&](const Cotangent<Direction>& c) FUSED_ACT_LAMBDA {
         return select(A::both(c.active, c.value.active[0]), mul(g, c.value.tangent[0]), constant<N>(0));
       };
-      const auto give = [&](int k, const Cotangent<Direction>& c) { io.gradient(k, curvature(c)); };
+      const auto give = [&](int k, const Cotangent<Direction>& c) FUSED_ACT_LAMBDA { io.gradient(k, curvature(c)); };
       const Swept<Direction> y = op.sweep(dx, moving, give, scalars, memory);
       out.full[0] = tangent_or_zero(y.value, 0);
       out.full[1] = curvature(y.cotangent);

@@ -55,7 +55,7 @@ struct Framed {
 
   template <class N, class Source, class Memory>
   FUSED_ACT_FN N apply(N x, const Source& source, const Scalar<compute_t<N>>* scalars, Memory&) const {
-    const auto take = [&](auto step, Frame::Place place, N& value) {
+    const auto take = [&](auto step, Frame::Place place, N& value) FUSED_ACT_LAMBDA {
       using Step = decltype(step);
       if (!frame.has(place)) return;
       N operand = value;
@@ -148,7 +148,7 @@ inline bool match_frame(const Program& program, Frame& frame, Code& activation) 
   take(Code::Mul, Frame::factor);
   take(Code::Div, Frame::divisor);
   take(Code::Shift, Frame::offset);
-  take(Code::MinScalar, Frame::cap);
+  if (!take(Code::MinScalar, Frame::cap)) take(Code::Min, Frame::cap);  // which differ in their derivatives alone
   if (i == end || i->code >= Code::save || !has_frame[int(i->code)]) return false;
   activation = i->code;
   take(activation, Frame::activation);

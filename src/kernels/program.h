@@ -58,7 +58,7 @@ FUSED_ACT_FN auto linearize(const N& x, const N& operand, const Scalar<compute_t
   constexpr int K = 1 + kTakes<Step, 'T'>;
   using D = Dual<N, K>;
   using A = Arithmetic<N>;
-  const auto seed = [](const N& value, int which) {
+  const auto seed = [](const N& value, int which) FUSED_ACT_LAMBDA {
     D d;
     d.value = value;
     for (int k = 0; k < K; ++k) {
@@ -144,7 +144,7 @@ struct Chain {
   template <class N, class Source, class Memory>
   FUSED_ACT_FN N apply(N x, const Source& source, const Scalar<compute_t<N>>* scalars, Memory&) const {
     int k = 0;
-    const auto step = [&](auto* type) {
+    const auto step = [&](auto* type) FUSED_ACT_LAMBDA {
       using Step = std::remove_pointer_t<decltype(type)>;
       N operand = x;
       if constexpr (kTakes<Step, 'T'> > 0) operand = source(k++);
@@ -282,7 +282,7 @@ struct Program {
       if (shared >> k & 1) memory.save(k, Cotangent<N>::none());
     for (int n = length - 1; n >= 0; --n) {
       const Instruction i = instruction[n].fetch();
-      const auto give_source = [&](const Cotangent<N>& c) {
+      const auto give_source = [&](const Cotangent<N>& c) FUSED_ACT_LAMBDA {
         if (i.source < kMaxOperands && !(shared >> i.source & 1)) {
           give(i.source, c);
         } else {

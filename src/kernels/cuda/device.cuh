@@ -15,20 +15,74 @@ namespace fused_act {
 constexpr int kThreads = 256;
 constexpr int kWarp = 32;
 
-// V numbers of the compute type, as one number that formulas are evaluated on.
-template <class C, int V>
+// V numbers of the compute type, as one number that formulas are evaluated on. `reduced` as kReduced.
+template <class C, int V, bool reduced = false>
 struct Lanes {
   C lane[V];
+};
+template <class C, int V>
+constexpr bool kReduced<Lanes<C, V, true>> = true;
+
+// The same lanes as a number of another type.
+template <class To, class C, int V, bool reduced>
+FUSED_ACT_FN To lanes_as(const Lanes<C, V, reduced>& from) {
+  To to;
+#pragma unroll
+  for (int j = 0; j < V; ++j) to.lane[j] = from.lane[j];
+  return to;
+}
+
+// What the hardware's own exponential and reciprocal, which are within 2 ulp, are good enough for.
+struct ReducedArithmetic : Arithmetic<float> {
+#if defined(__CUDA_ARCH__)
+  FUSED_ACT_FN static float power_of_2(float a) {
+    float r;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(a));
+    return r;
+  }
+  FUSED_ACT_FN static float exp(float a) {
+    float r;
+    asm("ex2.approx.f32 %0, %1;" : "=f"(r) : "f"(__fmul_rn(a, kLog2E)));
+    return r;
+  }
+  // 2^32 times as large while it is computed, since the instruction takes what has an exponent below float32's for 0.
+  FUSED_ACT_FN static float exp_falling(float a) {
+    return __fmul_rn(power_of_2(__fmaf_rn(a, kLog2E, 32.0f)), 0x1p-32f);
+  }
+  FUSED_ACT_FN static float expm1(float a) {
+    float near = 1.0f / 120;
+    const float coefficients[] = {1.0f / 24, 1.0f / 6, 0.5f, 1.0f};
+    for (float c : coefficients) near = __fmaf_rn(near, a, c);
+    const float far = __fadd_rn(power_of_2(__fmul_rn(a, kLog2E)), -1.0f);
+    return ::fabsf(a) < 0.3f ? __fmul_rn(near, a) : far;
+  }
+  // 1 - 2 / (1 + e^2|a|); near 0 the series.
+  FUSED_ACT_FN static float tanh(float a) {
+    const float square = __fmul_rn(a, a);
+    float near = -17.0f / 315;
+    const float coefficients[] = {2.0f / 15, -1.0f / 3, 1.0f};
+    for (float c : coefficients) near = __fmaf_rn(near, square, c);
+    const float e = power_of_2(__fmul_rn(::fabsf(a), 2 * kLog2E));
+    const float far = __fmaf_rn(estimate_reciprocal(__fadd_rn(e, 1.0f)), -2.0f, 1.0f);
+    return ::fabsf(a) < 0.3f ? __fmul_rn(near, a) : ::copysignf(far, a);
+  }
+  FUSED_ACT_FN static float ratio(float a, float b) { return __fmul_rn(a, estimate_reciprocal(b)); }
+
+ private:
+  static constexpr float kLog2E = 1.4426950408889634f;
+#else  // never called: what a host compiler sees of a kernel
+  static float exp_falling(float a) { return a; }
+#endif
 };
 template <int V>
 struct LaneMask {
   bool lane[V];
 };
 
-template <class C, int V>
-struct Arithmetic<Lanes<C, V>> {
-  using A = Arithmetic<C>;
-  using N = Lanes<C, V>;
+template <class C, int V, bool reduced>
+struct Arithmetic<Lanes<C, V, reduced>> {
+  using A = std::conditional_t<reduced, ReducedArithmetic, Arithmetic<C>>;
+  using N = Lanes<C, V, reduced>;
   using Compute = C;
   using Mask = LaneMask<V>;
 
@@ -51,6 +105,7 @@ struct Arithmetic<Lanes<C, V>> {
   FUSED_ACT_UNARY(negative)
   FUSED_ACT_UNARY(absolute)
   FUSED_ACT_UNARY(exp)
+  FUSED_ACT_UNARY(exp_falling)
   FUSED_ACT_UNARY(expm1)
   FUSED_ACT_UNARY(log1p)
   FUSED_ACT_UNARY(tanh)
@@ -155,8 +210,8 @@ __device__ __forceinline__ Lanes<Compute<bytes>, n> to_lanes(const Bits<bytes, n
   return out;
 }
 
-template <int bytes, int n>
-__device__ __forceinline__ Bits<bytes, n> to_bits(const Lanes<Compute<bytes>, n>& values, Dtype dtype) {
+template <int bytes, int n, bool reduced = false>
+__device__ __forceinline__ Bits<bytes, n> to_bits(const Lanes<Compute<bytes>, n, reduced>& values, Dtype dtype) {
   Bits<bytes, n> bits{};
   if constexpr (bytes > 2) {
     memcpy(bits.held, values.lane, sizeof bits.held);

@@ -36,14 +36,12 @@ constexpr int kMaxThreads = 2048;
 constexpr int kMaxThreads = 1536;
 #endif
 // Blocks of a compiled flat_kernel that a multiprocessor holds at least. In forward as many as there can be, 32 registers
-// a thread on an H100, and half as many where a heavy step has eight elements: gelu would spill, and take 8.5 times the
-// copy in bfloat16. Backward of a cheap chain takes what registers it needs.
+// a thread on an H100; three quarters of that, 40 registers, for a frame's operands beside eight elements. Backward of a
+// cheap chain takes what registers it needs.
 template <class Op>
 constexpr int flat_residents(Mode mode, int elements) {
   const int most = kMaxThreads / kThreads;
-  // Operands and the activation: 64, 40 and 32 registers on an H100.
-  if (Op::kFramed) return elements == 8 ? (Op::kHeavy ? most / 2 : most * 3 / 4) : most;
-  if (mode == Mode::forward) return Op::kHeavy && elements == 8 ? most / 2 : most;
+  if (mode == Mode::forward) return Op::kFramed && elements == 8 ? most * 3 / 4 : most;
   return Op::kHeavy ? most / 2 : 1;
 }
 // The same of a Program: 64 registers a thread in forward, 80 in backward. Reading a thread's next group while one is
@@ -149,7 +147,7 @@ template <bool constant, int bytes, class G>
 __device__ __forceinline__ Bits<bytes, G::kLanes> load_full(const void* p, const Lay& lay, const G& at) {
   constexpr int n = G::n;
   Bits<bytes, G::kLanes> out{};
-  const auto take = [&](int part, const auto& bits, int first, int step) {
+  const auto take = [&](int part, const auto& bits, int first, int step) FUSED_ACT_LAMBDA {
 #pragma unroll
     for (int j = 0; j < n; ++j) out.set(part * n + j, bits.get(first + j * step));
   };
@@ -266,7 +264,7 @@ __device__ __forceinline__ Lanes<C, G::kLanes> load_operand(const OperandArg<C>&
   using Index = typename G::Index;
   constexpr int n = G::n;
   using N = Lanes<C, G::kLanes>;
-  const auto number = [&](int64_t i) {
+  const auto number = [&](int64_t i) FUSED_ACT_LAMBDA {
     if constexpr (G::kBytes == sizeof(C)) return static_cast<const C*>(o.data)[i];
     return load_element<C>(o.data, o.dtype, i);
   };
@@ -353,10 +351,14 @@ __device__ __forceinline__ void store_gradient(const A& a, int k, const Lay& lay
 
 // ---- the body of a compiled chain's kernels ---------------------------------------------------------------------
 
-template <class Op, class G, class Sums>
+// What formulas are evaluated on for a group.
+template <Mode mode, class G>
+using NumberOf = Lanes<Compute<G::kBytes>, G::kLanes, mode == Mode::forward && G::kBytes == 2>;
+
+template <class Op, Mode mode, class G, class Sums>
 struct VectorIo {
   using C = Compute<G::kBytes>;
-  using N = Lanes<C, G::kLanes>;
+  using N = NumberOf<mode, G>;
   const Args<Op, C>& a;
   const G& at;
   Sums& sums;
@@ -369,12 +371,12 @@ struct VectorIo {
     for (int k = 0; k < Op::kOperands; ++k) {
       if constexpr (Op::kFramed)
         if (k != Frame::kLarge || !(a.op.frame.present & Frame::kLargePlaces)) continue;
-      loaded[k] = load_operand<Loads<Op>>(a.operand[k], at, place);
+      loaded[k] = lanes_as<N>(load_operand<Loads<Op>>(a.operand[k], at, place));
     }
   }
   FUSED_ACT_FN N operand(int k) {
 #if defined(__CUDA_ARCH__)
-    if (Op::kFramed && k != Frame::kLarge) return load_operand<Loads<Op>>(a.operand[k], at, place);
+    if (Op::kFramed && k != Frame::kLarge) return lanes_as<N>(load_operand<Loads<Op>>(a.operand[k], at, place));
 #endif
     return loaded[k];
   }
@@ -382,8 +384,9 @@ struct VectorIo {
   FUSED_ACT_FN bool moves(int) const { return false; }
   FUSED_ACT_FN void gradient(int k, const N& value) {
 #if defined(__CUDA_ARCH__)
-    if (a.emit[k] == Emit::reduce) sums.add(k, value, at);
-    if (a.emit[k] == Emit::store) store_gradient(a, k, Lay(), at, value);
+    const auto plain = lanes_as<Lanes<C, G::kLanes>>(value);
+    if (a.emit[k] == Emit::reduce) sums.add(k, plain, at);
+    if (a.emit[k] == Emit::store) store_gradient(a, k, Lay(), at, plain);
 #endif
   }
   struct Nothing {};
@@ -416,7 +419,7 @@ __device__ __forceinline__ Lay lay_of_out(const Args<Op, C>& a) {
 // Loads, evaluates, stores the result and deals with operand gradients.
 template <class Op, int bytes, Mode mode, class Index, class Sums>
 __device__ __forceinline__ void process(const Args<Op, Compute<bytes>>& a, const Vector<bytes, Index>& at, Sums& sums) {
-  using Io = VectorIo<Op, Vector<bytes, Index>, Sums>;
+  using Io = VectorIo<Op, mode, Vector<bytes, Index>, Sums>;
   using N = typename Io::N;
   Io io{a, at, sums, {}};
   // Operands first in forward: the other way round it needs 38 registers and not 30, a multiprocessor holds 6 blocks and
@@ -430,8 +433,8 @@ __device__ __forceinline__ void process(const Args<Op, Compute<bytes>>& a, const
     io.load();
   }
   const N zero = constant<N>(0);
-  const Outputs<N> out = evaluate<mode>(a.op, a.scalars, to_lanes(x, a.dtype),
-                                        forward ? zero : to_lanes(g, a.dtype), zero, false, io);
+  const Outputs<N> out = evaluate<mode>(a.op, a.scalars, lanes_as<N>(to_lanes(x, a.dtype)),
+                                        forward ? zero : lanes_as<N>(to_lanes(g, a.dtype)), zero, false, io);
   if (Op::kFramed || a.out[0]) store_full<bytes>(a.out[0], lay_of_out(a), at, to_bits<bytes>(out.full[0], a.dtype));
 }
 

@@ -298,7 +298,16 @@ class Launcher {
     for (int d = 0; d < geometry_.ndim; ++d) order[d] = d;
     const Space space = make_space(order, geometry_.ndim);
     const int64_t blocks = divide_up(request_.numel, int64_t(kThreads) * tuning::kStridedElements);
-    strided_kernel<C, mode><<<static_cast<unsigned>(blocks), kThreads, 0, stream()>>>(args_, space);
+    const auto launch = [&](auto* kernel) {
+      kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream()>>>(args_, space);
+    };
+    if constexpr (mode == Mode::forward && bytes == 4) {
+      if (size_of(request_.dtype) == 2) {
+        launch(&strided_kernel<Lanes<C, 1, true>, mode>);
+        return cudaGetLastError();
+      }
+    }
+    launch(&strided_kernel<C, mode>);
     return cudaGetLastError();
   }
 

@@ -92,15 +92,15 @@ class Scratch {
   uint32_t column_, row_, masks_;
 };
 
-template <int lanes>
+template <class N, int lanes>
 struct SharedMemory {
   using GroupLanes = Lanes<float, lanes>;
   Scratch<lanes> scratch;
   const ProgramPlan& plan;
 
 #if defined(__CUDA_ARCH__)
-  FUSED_ACT_FN GroupLanes value(int source) { return scratch.read(source); }
-  FUSED_ACT_FN void save(int source, const GroupLanes& x) { scratch.write(source, x); }
+  FUSED_ACT_FN N value(int source) { return lanes_as<N>(scratch.read(source)); }
+  FUSED_ACT_FN void save(int source, const N& x) { scratch.write(source, lanes_as<GroupLanes>(x)); }
   FUSED_ACT_FN Cotangent<GroupLanes> cotangent(int source) { return scratch.read_masked(source); }
   FUSED_ACT_FN void save(int source, const Cotangent<GroupLanes>& c) {
     scratch.write_masked(source, c.value, c.active);
@@ -112,8 +112,8 @@ struct SharedMemory {
     return scratch.read_masked(plan.tape + entry + which);
   }
 #else  // never called: what a host compiler sees of a kernel
-  GroupLanes value(int) { return {}; }
-  void save(int, const GroupLanes&) {}
+  N value(int) { return {}; }
+  void save(int, const N&) {}
   Cotangent<GroupLanes> cotangent(int) { return {}; }
   void save(int, const Cotangent<GroupLanes>&) {}
   void record(int, int, int, const GroupLanes&, const LaneMask<lanes>&) {}
@@ -121,9 +121,9 @@ struct SharedMemory {
 #endif
 };
 
-template <class G, class Sums>
+template <Mode mode, class G, class Sums>
 struct GroupIo {
-  using GroupLanes = Lanes<float, G::kLanes>;
+  using N = NumberOf<mode, G>;
   const Args<Program, float>& a;
   const G& at;
   Scratch<G::kLanes>& scratch;
@@ -137,23 +137,24 @@ struct GroupIo {
       scratch.write(k, load_operand<LoadsAll>(a.operand[k], at, place));
     }
   }
-  FUSED_ACT_FN GroupLanes operand(int k) const {
+  FUSED_ACT_FN N operand(int k) const {
 #if defined(__CUDA_ARCH__)
-    return scratch.read(k);
+    return lanes_as<N>(scratch.read(k));
 #else
-    return constant<GroupLanes>(0);
+    return constant<N>(0);
 #endif
   }
-  FUSED_ACT_FN GroupLanes direction(int) const { return constant<GroupLanes>(0); }
+  FUSED_ACT_FN N direction(int) const { return constant<N>(0); }
   FUSED_ACT_FN bool moves(int) const { return false; }
-  FUSED_ACT_FN void gradient(int k, const GroupLanes& value) {
+  FUSED_ACT_FN void gradient(int k, const N& value) {
 #if defined(__CUDA_ARCH__)
-    if (a.emit[k] == Emit::reduce) sums.add(k, value, at);
-    if (a.emit[k] == Emit::store) store_gradient(a, k, a.plan.gradient[k], at, value);
+    const auto plain = lanes_as<Lanes<float, G::kLanes>>(value);
+    if (a.emit[k] == Emit::reduce) sums.add(k, plain, at);
+    if (a.emit[k] == Emit::store) store_gradient(a, k, a.plan.gradient[k], at, plain);
 #endif
   }
   template <class M>
-  FUSED_ACT_FN SharedMemory<G::kLanes> memory() const {
+  FUSED_ACT_FN SharedMemory<N, G::kLanes> memory() const {
     return {scratch, a.plan};
   }
 };
@@ -164,14 +165,14 @@ template <Mode mode, bool all, class G, class Sums>
 __device__ __forceinline__ void process_group(const Args<Program, float>& a, G& at, Scratch<G::kLanes>& scratch, Sums& sums) {
   constexpr bool forward = mode == Mode::forward;
   constexpr int bytes = G::kBytes;
-  using GroupLanes = Lanes<float, G::kLanes>;
+  using N = NumberOf<mode, G>;
   if (a.plan.pitched) {
 #pragma unroll
     for (int p = 0; p < at.kParts; ++p) at.row[p] = a.plan.by_inner.quotient(at.i[p]);
   }
-  GroupIo<G, Sums> io{a, at, scratch, sums};
+  GroupIo<mode, G, Sums> io{a, at, scratch, sums};
   Bits<bytes, G::kLanes> x{}, g{};
-  const auto load = [&] {
+  const auto load = [&]() FUSED_ACT_LAMBDA {
     if (a.x) x = load_full<!forward, bytes>(a.x, a.plan.x, at);  // in forward x may be the output, too
     if (!forward && a.g) g = load_full<!forward, bytes>(a.g, a.plan.g, at);
   };
@@ -180,10 +181,10 @@ __device__ __forceinline__ void process_group(const Args<Program, float>& a, G& 
   if (at.whole) load();
   io.load();
   if (!at.whole) load();
-  const GroupLanes zero = constant<GroupLanes>(0);
+  const N zero = constant<N>(0);
   using Op = std::conditional_t<all, const Program&, LightProgram>;
-  const Outputs<GroupLanes> out = evaluate<mode>(Op{a.op}, a.scalars, to_lanes(x, a.dtype),
-                                                 forward ? zero : to_lanes(g, a.dtype), zero, false, io);
+  const Outputs<N> out = evaluate<mode>(Op{a.op}, a.scalars, lanes_as<N>(to_lanes(x, a.dtype)),
+                                        forward ? zero : lanes_as<N>(to_lanes(g, a.dtype)), zero, false, io);
   if (a.out[0]) store_full<bytes>(a.out[0], a.plan.out, at, to_bits<bytes>(out.full[0], a.dtype));
 }
 
@@ -308,62 +309,74 @@ struct Space {
   }
 };
 
-template <class C>
+template <class N>
 struct ElementIo {
+  using C = compute_t<N>;
   const Args<Program, C>& a;
   const Space& space;
   const int64_t i;
-  C* gradients;
+  N* gradients;
 
-  FUSED_ACT_FN C read(const OperandArg<C>& o, int row) const {
+  FUSED_ACT_FN N read(const OperandArg<C>& o, int row) const {
 #if defined(__CUDA_ARCH__)
-    if (o.access == Access::constant) return o.value;
-    return load_element<C>(o.data, o.dtype, space.offset(row, i));
+    if (o.access == Access::constant) return constant<N>(o.value);
+    return constant<N>(load_element<C>(o.data, o.dtype, space.offset(row, i)));
 #else
-    return C(0);
+    return constant<N>(0);
 #endif
   }
-  FUSED_ACT_FN C operand(int k) const { return read(a.operand[k], kOperand + k); }
-  FUSED_ACT_FN C direction(int k) const { return read(a.v[k], kV + k); }
+  FUSED_ACT_FN N operand(int k) const { return read(a.operand[k], kOperand + k); }
+  FUSED_ACT_FN N direction(int k) const { return read(a.v[k], kV + k); }
   FUSED_ACT_FN bool moves(int k) const { return a.has_v[k]; }
-  FUSED_ACT_FN void gradient(int k, const C& value) { gradients[k] = value; }
+  FUSED_ACT_FN void gradient(int k, const N& value) { gradients[k] = value; }
   template <class M>
   FUSED_ACT_FN LocalMemory<M> memory() const {
     return {};
   }
 };
 
-template <class C>
+template <class N>
 struct ElementResults {
-  Outputs<C> out;
-  C gradient[kMaxOperands];
+  Outputs<N> out;
+  N gradient[kMaxOperands];
 };
 
+// The one element of a number.
+template <class C>
+__device__ __forceinline__ C element_of(const Lanes<C, 1, true>& n) {
+  return n.lane[0];
+}
+template <class C>
+__device__ __forceinline__ C element_of(const C& n) {
+  return n;
+}
+
 // Not inlined: with all steps in each of the kernels that call it, the compiler would take twice as long.
-template <class C, Mode mode>
-__device__ __noinline__ ElementResults<C> evaluate_at(const Args<Program, C>& a, const Space& space, int64_t i) {
-  const auto read = [&](const void* p, int row) {
-    return p ? load_element<C>(p, a.dtype, space.offset(row, i)) : C(0);
+template <class N, Mode mode>
+__device__ __noinline__ ElementResults<N> evaluate_at(const Args<Program, compute_t<N>>& a, const Space& space, int64_t i) {
+  using C = compute_t<N>;
+  const auto read = [&](const void* p, int row) FUSED_ACT_LAMBDA {
+    return constant<N>(p ? load_element<C>(p, a.dtype, space.offset(row, i)) : C(0));
   };
-  ElementResults<C> results{};
-  ElementIo<C> io{a, space, i, results.gradient};
+  ElementResults<N> results{};
+  ElementIo<N> io{a, space, i, results.gradient};
   results.out = evaluate<mode>(a.op, a.scalars, read(a.x, kX), read(a.g, kG), read(a.u, kU), a.has_u, io);
   return results;
 }
 
-template <class C, Mode mode>
+template <class N, Mode mode>
 __global__ void __launch_bounds__(kThreads)
-    strided_kernel(const __grid_constant__ Args<Program, C> a, const __grid_constant__ Space space) {
+    strided_kernel(const __grid_constant__ Args<Program, compute_t<N>> a, const __grid_constant__ Space space) {
   const int64_t first = int64_t(blockIdx.x) * kThreads * tuning::kStridedElements + threadIdx.x;
 #pragma unroll 1
   for (int n = 0; n < tuning::kStridedElements; ++n) {
     const int64_t i = first + n * kThreads;
     if (i >= a.numel) return;
-    const ElementResults<C> results = evaluate_at<C, mode>(a, space, i);
+    const ElementResults<N> results = evaluate_at<N, mode>(a, space, i);
     constexpr int outputs = full_outputs(mode);
 #pragma unroll
     for (int k = 0; k < outputs; ++k)
-      if (a.out[k]) store_element(a.out[k], a.dtype, space.offset(kOut + k, i), results.out.full[k]);
+      if (a.out[k]) store_element(a.out[k], a.dtype, space.offset(kOut + k, i), element_of(results.out.full[k]));
     if constexpr (has_operand_gradients(mode)) {
 #pragma unroll
       for (int k = 0; k < kMaxOperands; ++k)
