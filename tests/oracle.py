@@ -85,6 +85,11 @@ class Instead:
         return getattr(self.module, name)
 
 
+def no_slope(x):
+    """0 with the derivative 0, for what depends on x by comparison alone and would have no gradient in autograd."""
+    return 0 * torch.nan_to_num(x, 0.0, 0.0, 0.0)
+
+
 def hardsigmoid(x):
     """The derivative of PyTorch's holds 1/6 rounded to float32, also in float64, and has no derivative itself."""
     return F.hardtanh(x, -3.0, 3.0) / 6 + 0.5
@@ -138,6 +143,7 @@ def namespace(functional):
         "F": functional,
         "relu": torch.relu,
         "clamp": clamp if exact else torch.clamp,
+        "no_slope": no_slope,
         "activation": functools.partial(activation, functional),
     }
 

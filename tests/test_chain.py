@@ -79,7 +79,23 @@ STEPS = {
     "RdivScalar": ("a / v", [(3.0,), (-0.75,)]),
     "PowScalar": ("torch.pow(v, a)", [(float(p),) for p in (2, 3, 4, 5, 8, -1, -2, 0.5, -0.5)]),
     "Lerp": ("torch.lerp(v, o, a)", [(0.25,), (0.75,), (-0.6,), (1.0,)]),
+    "PRelu": ("F.prelu(v.reshape(1, -1), o.expand_as(v).reshape(-1)).reshape(v.shape)", [()]),
+    "ClampMin": ("clamp(v, min=o)", [()]),
+    "ClampMax": ("clamp(v, max=o)", [()]),
+    "Gt": ("(v > a).to(v.dtype) + no_slope(v)", [(0.5,), (0.0,)]),
+    "Ge": ("(v >= a).to(v.dtype) + no_slope(v)", [(0.5,), (0.0,)]),
+    "Lt": ("(v < a).to(v.dtype) + no_slope(v)", [(0.5,), (0.0,)]),
+    "Le": ("(v <= a).to(v.dtype) + no_slope(v)", [(0.5,), (0.0,)]),
+    "Eq": ("(v == a).to(v.dtype) + no_slope(v)", [(0.5,), (0.0,)]),
+    "GtOperand": ("(v > o).to(v.dtype) + no_slope(v) + no_slope(o)", [()]),
+    "GeOperand": ("(v >= o).to(v.dtype) + no_slope(v) + no_slope(o)", [()]),
+    "LtOperand": ("(v < o).to(v.dtype) + no_slope(v) + no_slope(o)", [()]),
+    "LeOperand": ("(v <= o).to(v.dtype) + no_slope(v) + no_slope(o)", [()]),
+    "EqOperand": ("(v == o).to(v.dtype) + no_slope(v) + no_slope(o)", [()]),
+    "Where": ("torch.where(o != 0, v, a) + no_slope(o)", [(0.25,)]),
+    "WhereNot": ("torch.where(o != 0, a, v) + no_slope(o)", [(0.25,)]),
 }
+MASKS = [name for name, (expression, _) in STEPS.items() if "no_slope" in expression]
 PARAMETERS = dict(_C._steps)
 UNARY = [name for name in STEPS if "T" not in PARAMETERS[name]]
 BINARY = [name for name in STEPS if "T" in PARAMETERS[name]]
@@ -204,7 +220,9 @@ def test_ties_infinities_and_nan_of_two_numbers(name, device):
     for steps in single(name):
         op, scalars = as_operator(steps)
         params = params_of(scalars, [operand])
-        y, expected = run(steps, x, [operand]), oracle.evaluate(op, x, params)
+        # torch.clamp's gradient depends on its version; CONTRACT's does not.
+        functional = oracle.GRADIENTS if name in ("ClampMin", "ClampMax") else torch.nn.functional
+        y, expected = run(steps, x, [operand]), oracle.evaluate(op, x, params, functional)
         assert_same(y, expected, x=x, operand=operand)
         go = torch.full_like(x, 3.0)
         for got, want in zip(*(torch.autograd.grad(t, [x, operand], go) for t in (y, expected))):
@@ -287,7 +305,10 @@ def test_random_chain(seed, device):
     y = run(steps, x, operands)
     params = params_of(scalars, operands)
     expected = oracle.evaluate(op, x, params, oracle.GRADIENTS) + 0 * sum(t.sum() for t in inputs)
-    torch.testing.assert_close(y, expected, rtol=1e-9, atol=1e-11)
+    # Eager's kernels for these, and so the library's, hold 1/6 in float32 on CUDA.
+    inexact = x.is_cuda and any(name in ("Hardsigmoid", "Hardswish") for name, _, _ in steps)
+    torch.testing.assert_close(y, expected, rtol=1e-6 if inexact else 1e-9, atol=1e-6 if inexact else 1e-11)
+    near = 1e-6 if inexact else 1e-8
 
     def derivatives(y):
         g = torch.Generator().manual_seed(seed)
@@ -297,19 +318,22 @@ def test_random_chain(seed, device):
         return *first, *torch.autograd.grad(first, [go, *inputs], along, allow_unused=True, materialize_grads=True)
 
     for got, want in zip(derivatives(y), derivatives(expected), strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-8, atol=1e-8 * max(1.0, want.abs().max().item()))
+        torch.testing.assert_close(got, want, rtol=near, atol=near * max(1.0, want.abs().max().item()))
 
     tangents = make_inputs(torch.float64, device, seed + 1)
     with forward_ad.dual_level():
         duals = [forward_ad.make_dual(t.detach(), v.detach()) for t, v in zip(inputs, tangents)]
         got, want = (
             forward_ad.unpack_dual(t).tangent
-            for t in (run(steps, duals[0], duals[1:]), oracle.evaluate(op, duals[0], params_of(scalars, duals[1:])))
+            for t in (
+                run(steps, duals[0], duals[1:]),
+                oracle.evaluate(op, duals[0], params_of(scalars, duals[1:]), oracle.GRADIENTS),
+            )
         )
     torch.testing.assert_close(
         torch.zeros_like(y) if got is None else got,
         torch.zeros_like(y) if want is None else want,
-        rtol=1e-8, atol=1e-8,
+        rtol=near, atol=near,
     )  # fmt: skip
 
 

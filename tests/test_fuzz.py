@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from oracle import assert_same
-from test_chain import ARITHMETIC, BEFORE, BINARY, PARAMETERS, STEPS, as_operator, params_of, run
+from test_chain import ARITHMETIC, BEFORE, BINARY, MASKS, PARAMETERS, STEPS, as_operator, params_of, run
 from test_fuse import fused_kernels
 
 import fused_act
@@ -43,7 +43,7 @@ def examples(part, strategy, function):
 # Steps that return one of their numbers or its negative: nothing is rounded, and the derivatives are exact.
 SELECTS = {
     "Relu", "Relu6", "Hardtanh", "Clamp", "AbsClamp", "MinScalar", "MaxScalar", "Threshold", "FatRelu", "Hardshrink",
-    "Min", "Minimum", "Maximum", "Neg", "Abs",
+    "Min", "Minimum", "Maximum", "Neg", "Abs", "ClampMin", "ClampMax", *MASKS,
 }  # fmt: skip
 # Steps that are rounded as eager's are. Not lerp: eager rounds that once or twice, which depends on the length.
 AS_EAGER = [name for name in ARITHMETIC if name != "Lerp"]
@@ -388,7 +388,9 @@ def check(call, run=run):
     plain = [t.requires_grad_() for t in plain]
     wide = run(steps, plain[0], plain[1:])
     wide_grads = torch.autograd.grad(wide, plain, go.to(compute).contiguous())
-    assert_same(y, wide.to(x.dtype), x=x)
+    reduced = x.is_cuda and x.dtype != compute and not is_as_eager(steps)  # formulas of their own, within 5e-6
+    if not reduced:
+        assert_same(y, wide.to(x.dtype), x=x)
     if needs[0]:
         assert_same(grads[0], wide_grads[0].to(x.dtype), x=x, go=go)
 
@@ -400,6 +402,10 @@ def check(call, run=run):
         assert_same(torch.where(oracle.same(positive, negative), wide.detach(), positive), positive, x=x)
     value, *gradients = expectation(steps, plain[0], plain[1:], go, compute)
     assert_within(wide, value, x=x)
+    if reduced:
+        error = value.error + 0.51 * oracle.ulp(value.expected, x.dtype)
+        error[~(value.expected.abs() <= torch.finfo(x.dtype).max / 2)] = math.inf
+        assert_within(y, Bounded(value.expected, error), x=x)
     assert_within(wide_grads[0], gradients[0], x=x, go=go)
     for bounded, wide_grad, own, grad, operand in zip(
         gradients[1:], wide_grads[1:], plain[1:], grads[1:], operands, strict=True

@@ -548,6 +548,78 @@ struct Lerp : Step {
   }
 };
 
+// x where x > 0, else operand * x.
+struct PRelu : Step {
+  static constexpr const char* parameters = "T";
+  static constexpr const char* gradient = "prelu: the slope at 0";
+  template <class N>
+  FUSED_ACT_FN static N apply(const N& x, const N* operand, const Scalar<compute_t<N>>*) {
+    return prelu(x, operand[0]);
+  }
+};
+
+// clamp(x, min=operand).
+struct ClampMin : Step {
+  static constexpr const char* parameters = "T";
+  static constexpr const char* gradient = "clamp: 1 at the bound, and 0 for the bound";
+  template <class N>
+  FUSED_ACT_FN static N apply(const N& x, const N* operand, const Scalar<compute_t<N>>*) {
+    return clamp_by<false>(x, operand[0]);
+  }
+};
+
+// clamp(x, max=operand).
+struct ClampMax : Step {
+  static constexpr const char* parameters = "T";
+  static constexpr const char* gradient = "clamp: 1 at the bound, and 0 for the bound";
+  template <class N>
+  FUSED_ACT_FN static N apply(const N& x, const N* operand, const Scalar<compute_t<N>>*) {
+    return clamp_by<true>(x, operand[0]);
+  }
+};
+
+// Masks, 1 or 0, which no gradient passes: x compared with a number and with an operand.
+#define FUSED_ACT_COMPARISON(NAME, PARAMETERS, OTHER, MASK)                                                 \
+  struct NAME : Step {                                                                                      \
+    static constexpr const char* parameters = PARAMETERS;                                                   \
+    template <class N>                                                                                      \
+    FUSED_ACT_FN static N apply(const N& x, const N* operand, const Scalar<compute_t<N>>* s) {              \
+      using B = Arithmetic<decltype(base(x))>;                                                              \
+      const auto a = base(x), b = OTHER;                                                                    \
+      (void)operand, (void)s;                                                                               \
+      return indicator<N>(MASK);                                                                            \
+    }                                                                                                       \
+  };
+FUSED_ACT_COMPARISON(Gt, "f", B::constant(s[0].value), B::less(b, a))
+FUSED_ACT_COMPARISON(Ge, "f", B::constant(s[0].value), B::less_equal(b, a))
+FUSED_ACT_COMPARISON(Lt, "f", B::constant(s[0].value), B::less(a, b))
+FUSED_ACT_COMPARISON(Le, "f", B::constant(s[0].value), B::less_equal(a, b))
+FUSED_ACT_COMPARISON(Eq, "f", B::constant(s[0].value), B::equal(a, b))
+FUSED_ACT_COMPARISON(GtOperand, "T", base(operand[0]), B::less(b, a))
+FUSED_ACT_COMPARISON(GeOperand, "T", base(operand[0]), B::less_equal(b, a))
+FUSED_ACT_COMPARISON(LtOperand, "T", base(operand[0]), B::less(a, b))
+FUSED_ACT_COMPARISON(LeOperand, "T", base(operand[0]), B::less_equal(a, b))
+FUSED_ACT_COMPARISON(EqOperand, "T", base(operand[0]), B::equal(a, b))
+#undef FUSED_ACT_COMPARISON
+
+// x where the operand, a mask, is not 0; else the scalar.
+struct Where : Step {
+  static constexpr const char* parameters = "Tf";
+  template <class N>
+  FUSED_ACT_FN static N apply(const N& x, const N* operand, const Scalar<compute_t<N>>* s) {
+    return select(is_set(operand[0]), x, constant<N>(s[0].value));
+  }
+};
+
+// x where the operand, a mask, is 0; else the scalar.
+struct WhereNot : Step {
+  static constexpr const char* parameters = "Tf";
+  template <class N>
+  FUSED_ACT_FN static N apply(const N& x, const N* operand, const Scalar<compute_t<N>>* s) {
+    return select(is_set(operand[0]), constant<N>(s[0].value), x);
+  }
+};
+
 // Every step, once: what a Program may be made of. A chain names a step by its place: the list grows at its end only.
 #define FUSED_ACT_STEPS(STEP)                                                                                         \
   STEP(Relu) STEP(LeakyRelu) STEP(Relu6) STEP(Hardtanh) STEP(Clamp) STEP(AbsClamp) STEP(MinScalar) STEP(Threshold)    \
@@ -557,6 +629,7 @@ struct Lerp : Step {
   STEP(GeluTanh) STEP(Mish) STEP(Min) STEP(Add) STEP(MulOperand) STEP(Shift) STEP(AddOne) STEP(Mul) STEP(Div)         \
   STEP(Sub) STEP(Rsub) STEP(DivOperand) STEP(Rdiv) STEP(Minimum) STEP(Maximum) STEP(MaxScalar) STEP(Neg) STEP(Abs)    \
   STEP(Exp) STEP(Log) STEP(Sqrt) STEP(Rsqrt) STEP(Reciprocal) STEP(RsubScalar) STEP(RdivScalar) STEP(PowScalar)       \
-  STEP(Lerp)
+  STEP(Lerp) STEP(PRelu) STEP(ClampMin) STEP(ClampMax) STEP(Gt) STEP(Ge) STEP(Lt) STEP(Le) STEP(Eq) STEP(GtOperand)   \
+  STEP(GeOperand) STEP(LtOperand) STEP(LeOperand) STEP(EqOperand) STEP(Where) STEP(WhereNot)
 
 }  // namespace fused_act
