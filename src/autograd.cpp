@@ -335,7 +335,9 @@ std::vector<const at::Tensor*> differentiable(const Operator& op, Mode mode, con
 
 // The inputs that the Node will read to give the gradients that can be asked of it.
 uint32_t inputs_read(const Operator& op, Mode mode, const Arguments& a) {
-  const Dependencies first = dependencies_of(op, Mode::backward, a), second = dependencies_of(op, Mode::double_backward, a);
+  const Program program = op.fixed ? op.program : steps_of(op, a).program;
+  const auto of = [&](Mode mode) { return op.fixed ? op.dependencies[int(mode)] : dependencies_of(program, mode); };
+  const Dependencies first = of(Mode::backward), second = of(Mode::double_backward);
   const bool packed = op.packing != Packing::none;
   uint32_t read = 0;
   const auto add = [&](const at::Tensor& t, uint32_t inputs) {

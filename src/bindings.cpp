@@ -1,15 +1,18 @@
 // The torch side: schemas, the checks of every argument, the CPU, CUDA and Meta kernels of the dispatcher, and the
 // Python module. Everything is registered when the library is loaded, with or without Python.
 #include <ATen/EmptyTensor.h>
+#include <ATen/LegacyBatchedTensorImpl.h>
 #include <ATen/MemoryOverlap.h>
 #include <ATen/Parallel.h>
 #include <ATen/Version.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/empty_strided.h>
+#include <ATen/ops/stack.h>
 #include <ATen/ops/zeros.h>
 
 #include <sstream>
+#include <unordered_map>
 
 #include "kernels/cpu/cpu.h"
 #include "kernels/operators.h"
@@ -189,9 +192,13 @@ namespace {
 
 // Null: no step at all ("linear").
 const Operator* find_activation(const Operator& op, const std::string& name) {
-  if (name == "linear") return nullptr;
-  for (const Operator& candidate : operators())
-    if (candidate.is_activation() && candidate.name == name) return &candidate;
+  static const auto activations = [] {
+    std::unordered_map<std::string, const Operator*> found{{"linear", nullptr}};
+    for (const Operator& candidate : operators())
+      if (candidate.is_activation()) found.emplace(candidate.name, &candidate);
+    return found;
+  }();
+  if (const auto found = activations.find(name); found != activations.end()) return found->second;
   std::string known = "linear";
   for (const Operator& candidate : operators())
     if (candidate.is_activation()) known += ", " + candidate.name;
@@ -421,7 +428,7 @@ Steps steps_of(const Operator& op, const Arguments& a) {
 
 // dependencies(), remembered for the programs that this thread ran last: they are computed by evaluating the program, and
 // a call needs them once, in training three times.
-static const Dependencies& dependencies_of(const Program& program, Mode mode) {
+const Dependencies& dependencies_of(const Program& program, Mode mode) {
   struct Known {
     Program program;
     bool known[kModes] = {};
@@ -446,10 +453,6 @@ static const Dependencies& dependencies_of(const Program& program, Mode mode) {
     entry.known[int(mode)] = true;
   }
   return entry.of[int(mode)];
-}
-
-Dependencies dependencies_of(const Operator& op, Mode mode, const Arguments& a) {
-  return op.fixed ? op.dependencies[int(mode)] : dependencies_of(steps_of(op, a).program, mode);
 }
 
 // ---- arguments ------------------------------------------------------------------------------------------------
@@ -1101,6 +1104,55 @@ void run_functionalized(const Operator& op, Mode mode, const c10::OperatorHandle
   push(stack, count_arguments(op, mode), {a.x});
 }
 
+// Under the vmap of is_grads_batched and torch.autograd.functional PyTorch calls an operator for each element of the batch,
+// but not one with tensors in a list. This does it for those.
+void run_batched(const Operator& op, Mode mode, const c10::OperatorHandle&, c10::DispatchKeySet, torch::jit::Stack* stack) {
+  Arguments all = unpack(op, mode, *stack);
+  const auto each_tensor = [](Arguments& a, const auto& f) {
+    f(a.g);
+    f(a.x);
+    f(a.u);
+    for (int k = 0; k < kMaxOperands; ++k) {
+      f(a.operand[k]);
+      f(a.v[k]);
+    }
+  };
+  const auto last = [](const at::Tensor& t) -> const at::BatchDim* {
+    const at::BatchedTensorImpl* batched = t.defined() ? at::maybeGetBatchedImpl(t) : nullptr;
+    return batched ? &batched->bdims().back() : nullptr;
+  };
+  int64_t level = -1, size = 0;
+  each_tensor(all, [&](const at::Tensor& t) {
+    if (const at::BatchDim* d = last(t); d && d->level() > level) {
+      level = d->level();
+      size = at::maybeGetBatchedImpl(t)->value().size(d->dim());
+    }
+  });
+  // Element i of the innermost batch.
+  const auto select = [&](at::Tensor& t, int64_t i) {
+    const at::BatchDim* d = last(t);
+    if (!d || d->level() != level) return;
+    const at::BatchedTensorImpl* batched = at::maybeGetBatchedImpl(t);
+    at::BatchDims rest;
+    for (const at::BatchDim& other : batched->bdims().slice(0, batched->bdims().size() - 1))
+      rest.emplace_back(other.level(), other.dim() - (other.dim() > d->dim()));
+    at::Tensor element = batched->value().select(d->dim(), i);
+    t = rest.empty() ? element : at::makeBatched(element, rest);
+  };
+  std::vector<std::vector<at::Tensor>> results(count_outputs(op, mode));
+  for (int64_t i = 0; i < size; ++i) {
+    Arguments one = all;
+    each_tensor(one, [&](at::Tensor& t) { select(t, i); });
+    const std::vector<at::Tensor> out = call(op, mode, one);
+    for (size_t n = 0; n < out.size(); ++n)
+      if (out[n].defined()) results[n].push_back(out[n]);
+  }
+  std::vector<at::Tensor> out;
+  for (const std::vector<at::Tensor>& each : results)
+    out.push_back(each.empty() ? at::Tensor() : at::addBatchDim(at::stack(each), level, 0));
+  push(stack, count_arguments(op, mode), std::move(out));
+}
+
 }  // namespace
 
 // ---- registration ---------------------------------------------------------------------------------------------
@@ -1120,6 +1172,7 @@ TORCH_LIBRARY(fused_act, library) {
       implement(c10::DispatchKey::CUDA, BoxedKernel<&run<run_cuda>>::make(op, mode));
 #endif
       implement(c10::DispatchKey::Autograd, autograd_kernel(op, mode));
+      if (op.listed) implement(c10::DispatchKey::Batched, BoxedKernel<&run_batched>::make(op, mode));
       op.handles[m] = c10::Dispatcher::singleton().findSchemaOrThrow(("fused_act::" + name).c_str(), "");
     }
     if (op.in_place_schema.empty()) continue;
@@ -1142,9 +1195,134 @@ TORCH_LIBRARY(fused_act, library) {
 }  // namespace fused_act
 
 #if defined(TORCH_EXTENSION_NAME)
+#include <ATen/PythonTorchFunctionTLS.h>
+#include <ATen/autocast_mode.h>
+#include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
 
 namespace py = pybind11;
+
+namespace fused_act {
+namespace {
+
+// A call of an operator with everything but its tensors filled in, for `fuse`: the way through torch.ops costs as much as
+// the operator. Which tensors may be given is decided in Python; those that were accepted are remembered here.
+class Kernel {
+ public:
+  // `calls`: for each way to call, the operator's name and its arguments: {k} for tensor k, or a list of such, or a value.
+  explicit Kernel(const py::list& calls) {
+    for (const py::handle& item : calls) {
+      const auto [name, values] = item.cast<std::pair<std::string, py::list>>();
+      const auto found = std::find_if(operators().begin(), operators().end(), [&](const Operator& op) { return op.name == name; });
+      TORCH_CHECK_VALUE(found != operators().end(), "fused_act: there is no operator '", name, "'");
+      Call& call = calls_.emplace_back(Call{*found->handles[int(Mode::forward)], {}});
+      const auto& parameters = call.handle.schema().arguments();
+      TORCH_CHECK_VALUE(values.size() == parameters.size(), found->label(), ": ", parameters.size(), " arguments are needed");
+      for (size_t n = 0; n < values.size(); ++n) {
+        const py::handle value = values[n];
+        Argument& argument = call.arguments.emplace_back();
+        argument.is_list = py::isinstance<py::list>(value) && parameters[n].name() == "operands";
+        if (argument.is_list || py::isinstance<py::set>(value)) {
+          for (const py::handle& tensor : value) {
+            argument.tensors.push_back(argument.is_list ? (*tensor.begin()).cast<int>() : tensor.cast<int>());
+            most_ = std::max(most_, argument.tensors.back());
+          }
+        } else {
+          argument.value = torch::jit::toIValue(value, parameters[n].type());
+        }
+      }
+    }
+  }
+
+  // The result, or NotImplemented for tensors that are not remembered.
+  py::object operator()(const py::args& given) const {
+    const auto refuse = [] { return py::reinterpret_borrow<py::object>(Py_NotImplemented); };
+    const int count = static_cast<int>(given.size());
+    if (count <= most_ || at::impl::torch_function_mode_enabled()) return refuse();
+    c10::SmallVector<const at::Tensor*, 8> tensors;
+    for (int n = 0; n < count; ++n) {
+      PyObject* object = PyTuple_GET_ITEM(given.ptr(), n);
+      if (!THPVariable_CheckExact(object)) return refuse();
+      tensors.push_back(&THPVariable_Unpack(object));
+      if (tensors.back()->unsafeGetTensorImpl()->has_symbolic_sizes_strides()) return refuse();
+    }
+    const bool autocast = at::autocast::is_autocast_enabled(at::kCUDA);
+    const auto same = [&](const Accepted& a) {
+      if (a.autocast != autocast || static_cast<int>(a.tensors.size()) != count) return false;
+      for (int n = 0; n < count; ++n)
+        if (!a.tensors[n].is_like(*tensors[n])) return false;
+      return true;
+    };
+    const auto found = std::find_if(accepted_.begin(), accepted_.end(), same);
+    if (found == accepted_.end()) return refuse();
+    const Call& call = calls_[found->call];
+    torch::jit::Stack stack;
+    stack.reserve(call.arguments.size());
+    for (const Argument& argument : call.arguments) {
+      if (argument.is_list) {
+        c10::List<at::Tensor> list;
+        list.reserve(argument.tensors.size());
+        for (int k : argument.tensors) list.push_back(*tensors[k]);
+        stack.emplace_back(std::move(list));
+      } else if (!argument.tensors.empty()) {
+        stack.emplace_back(*tensors[argument.tensors[0]]);
+      } else {
+        stack.push_back(argument.value);
+      }
+    }
+    {
+      py::gil_scoped_release release;
+      call.handle.callBoxed(stack);
+    }
+    return py::reinterpret_steal<py::object>(THPVariable_Wrap(std::move(stack[0]).toTensor()));
+  }
+
+  // From now on tensors of these shapes, dtypes and devices are given to that call.
+  void remember(int call, const py::args& given) {
+    Accepted accepted{call, at::autocast::is_autocast_enabled(at::kCUDA), {}};
+    for (const py::handle& item : given) {
+      if (!THPVariable_CheckExact(item.ptr())) return;
+      const at::Tensor& t = THPVariable_Unpack(item.ptr());
+      if (t.unsafeGetTensorImpl()->has_symbolic_sizes_strides()) return;
+      accepted.tensors.push_back({t.sizes().vec(), t.scalar_type(), t.layout(), t.device()});
+    }
+    if (accepted_.size() == kMostAccepted) accepted_.erase(accepted_.begin());
+    accepted_.push_back(std::move(accepted));
+  }
+
+ private:
+  struct Argument {
+    bool is_list = false;
+    std::vector<int> tensors;
+    c10::IValue value;
+  };
+  struct Call {
+    c10::OperatorHandle handle;
+    std::vector<Argument> arguments;
+  };
+  struct Likeness {
+    std::vector<int64_t> sizes;
+    at::ScalarType dtype;
+    at::Layout layout;
+    at::Device device;
+    bool is_like(const at::Tensor& t) const {
+      return dtype == t.scalar_type() && device == t.device() && t.sizes() == sizes && layout == t.layout();
+    }
+  };
+  struct Accepted {
+    int call;
+    bool autocast;
+    std::vector<Likeness> tensors;
+  };
+  static constexpr size_t kMostAccepted = 8;  // batch sizes, train and eval; a search of all takes less than the rest
+
+  std::vector<Call> calls_;
+  std::vector<Accepted> accepted_;
+  int most_ = -1;  // place of the last tensor that a call reads
+};
+
+}  // namespace
+}  // namespace fused_act
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   using namespace fused_act;
@@ -1222,6 +1400,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   limits["steps"] = kMaxSteps;
   limits["scalars"] = kMaxScalars;
   module.attr("_encoding") = limits;
+  // Two functions, since a call of an object that is none takes as long again.
+  module.def("_kernel", [](const py::list& calls) {
+    const auto kernel = std::make_shared<Kernel>(calls);
+    return py::make_tuple(py::cpp_function([kernel](const py::args& given) { return (*kernel)(given); }),
+                          py::cpp_function([kernel](int call, const py::args& given) { kernel->remember(call, given); }));
+  });
   module.def("cpu_capability", [] { return cpu_capability().name; },
              "cpu_capability() -> str\n\nThe SIMD level of the CPU kernels in use: AVX512, AVX2 or DEFAULT.");
 #if defined(FUSED_ACT_WITH_CUDA)

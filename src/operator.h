@@ -106,7 +106,7 @@ struct Steps {
   bool last_from_output = false;   // whose derivative its result tells
 };
 Steps steps_of(const Operator&, const Arguments&);
-Dependencies dependencies_of(const Operator&, Mode, const Arguments&);
+const Dependencies& dependencies_of(const Program&, Mode);
 
 // The autograd kernels of one dispatcher operator (autograd.cpp).
 torch::CppFunction autograd_kernel(const Operator&, Mode);

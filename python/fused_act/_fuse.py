@@ -14,12 +14,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from ._runs import Analysis, analyse, compiled
 from ._trace import CONSTANTS, Untraceable, has_hooks, is_patched, is_sequential, original_class, trace
 
 # Signatures, modes and hooks that one function or module is traced for; beyond that its own code runs.
 _MAX_PLANS = 16
+
+
+_is_compiling = torch.compiler.is_compiling
 
 
 class _Unsupported(Exception):
@@ -160,10 +164,18 @@ class FusedFunction:
         functools.update_wrapper(self, function)
         self._function = function
         self._plans: dict[Any, _Plan] = {}
+        # Where the whole function is one kernel of its arguments: that, for tensors like those it was given before.
+        self._remembered: Callable[..., Any] | None = None
         if (key := _required(function)) is not None:
-            self._plans[key] = _plan(function, None, key)
+            plan = self._plans[key] = _plan(function, None, key)
+            self._remembered = plan.analysis and plan.analysis.only_kernel()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        remembered = self._remembered
+        if remembered is not None and not kwargs and not _is_compiling():
+            result = remembered(*args)
+            if result is not NotImplemented:
+                return result
         try:
             key, tensors = _signature(args, kwargs)
         except _Unsupported:
@@ -248,7 +260,8 @@ class _Fused:
         except _Unsupported:
             return self._fused_act_original.forward(self, *args, **kwargs)
         plans = self.__dict__.get("_fused_act")
-        plan = None if plans is None else plans.find(self, key)
+        # A hook that is registered for all modules is for those that the code does not call, too.
+        plan = None if plans is None or _has_any_global_hook() else plans.find(self, key)
         if plan is None or plan.forward is None:
             return self._fused_act_original.forward(self, *args, **kwargs)
         return plan.forward(self, *tensors)

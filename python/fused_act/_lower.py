@@ -153,7 +153,7 @@ class Builder:
 
 
 class _Emitter:
-    def __init__(self, root: Expr, main: Expr) -> None:
+    def __init__(self, root: Expr, main: Expr, keep: bool) -> None:
         self.steps: list[tuple] = []
         self.operands: list[fx.Node] = []
         self.main = self.acc = main
@@ -163,7 +163,7 @@ class _Emitter:
         self._count(root)
         if not self.has_main[root]:
             raise Unlowerable("the value does not depend on it")
-        if self.left[main] > 1:
+        if self.left[main] > 1 or keep:  # keep: something else is computed before its only use
             self._save(main)
         self._compute(root)
 
@@ -245,7 +245,10 @@ def lower(root: Expr, main: fx.Node) -> tuple[list[tuple], list[fx.Node]]:
     leaf = next((e for e in leaves(root) if e.node is main), None)
     if leaf is None or leaf is root:
         raise Unlowerable("there is nothing to compute")
-    emitter = _Emitter(root, leaf)
+    try:
+        emitter = _Emitter(root, leaf, keep=False)
+    except Unlowerable:
+        emitter = _Emitter(root, leaf, keep=True)
     scalars = sum(len(s) for _, _, s in emitter.steps)
     if len(emitter.steps) > MAX_STEPS or scalars > MAX_SCALARS:
         raise Unlowerable(f"more than {MAX_STEPS} steps")

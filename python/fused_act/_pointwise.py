@@ -36,6 +36,17 @@ class Expr:
     def __init__(self, step: str, args: tuple[Expr, ...] = (), scalars: tuple[float, ...] = (), node=None, number=None):
         self.step, self.args, self.scalars, self.node, self.number = step, args, scalars, node, number
 
+    @property
+    def is_mask(self) -> bool:
+        """Whether it is boolean in eager, and 0 or 1 as a step."""
+        if not self.step:
+            return self.node is not None and _is_mask(self.node)
+        return self.step in _MASK_STEPS or (self.step in _MASK_ALGEBRA and all(a.is_mask for a in self.args))
+
+
+_MASK_STEPS = frozenset(name + operand for name in ("Gt", "Ge", "Lt", "Le", "Eq") for operand in ("", "Operand"))
+_MASK_ALGEBRA = ("MulOperand", "Maximum", "RsubScalar")  # and, or, not
+
 
 def _is_number(value: Any) -> bool:
     return type(value) in (int, float) and abs(value) <= 2**53 or type(value) is float
@@ -89,6 +100,8 @@ def _rsub(input, other, *, alpha=1):
 
 
 def _mul(input, other):
+    if (_mask(input) and _is_number(other)) or (_mask(other) and _is_number(input)):
+        return None  # of the number's dtype
     if isinstance(input, Expr) and _is_number(other):
         return _scaled("Mul", input, other)
     if isinstance(other, Expr) and _is_number(input):
@@ -118,9 +131,12 @@ def _extremum(step: str, with_number: str | None) -> Callable:
 
 
 def _clamp(input, min=None, max=None):
-    if not isinstance(input, Expr) or not all(b is None or _is_number(b) for b in (min, max)):
+    if not isinstance(input, Expr) or (min is None and max is None):
         return None
-    if min is None and max is None:
+    for step, bound, other in (("ClampMin", min, max), ("ClampMax", max, min)):
+        if isinstance(bound, Expr):  # not with two tensors: where they are equal eager's gradient is that of neither
+            return Expr(step, (input, bound)) if other is None else None
+    if not all(b is None or _is_number(b) for b in (min, max)):
         return None
     if max is None:
         return _scaled("MaxScalar", input, min)
@@ -146,6 +162,72 @@ def _gelu(input, approximate="none"):
     return Expr(step, (input,)) if step and isinstance(input, Expr) else None
 
 
+def _clamp_min(input, min):
+    return _clamp(input, min=min)
+
+
+def _clamp_max(input, max):
+    return _clamp(input, max=max)
+
+
+def _comparison(step: str, turned: str) -> Callable:
+    def handler(input, other):
+        if isinstance(input, Expr) and _is_number(other):
+            return _scaled(step, input, other)
+        if isinstance(other, Expr) and _is_number(input):
+            return _scaled(turned, other, input)
+        both = isinstance(input, Expr) and isinstance(other, Expr)
+        return Expr(f"{step}Operand", (input, other)) if both else None
+
+    return handler
+
+
+def _mask(input: Any) -> bool:
+    return isinstance(input, Expr) and input.is_mask
+
+
+def _not(input):
+    return Expr("RsubScalar", (input,), (1.0,)) if _mask(input) else None
+
+
+def _ne(input, other):
+    equal = _comparison("Eq", "Eq")(input, other)
+    return equal and _not(equal)
+
+
+def _and(input, other):
+    return Expr("MulOperand", (input, other)) if _mask(input) and _mask(other) else None
+
+
+def _or(input, other):
+    return Expr("Maximum", (input, other)) if _mask(input) and _mask(other) else None
+
+
+def _where(condition, input=None, other=None):
+    if not _mask(condition) or _mask(input) or _mask(other):
+        return None
+    if isinstance(input, Expr) and _is_number(other):
+        return Expr("Where", (input, condition), (float(other),))
+    if isinstance(other, Expr) and _is_number(input):
+        return Expr("WhereNot", (other, condition), (float(input),))
+    if not (isinstance(input, Expr) and isinstance(other, Expr)):
+        return None
+    return Expr("Add", (Expr("Where", (input, condition), (0.0,)), Expr("WhereNot", (other, condition), (0.0,))))
+
+
+def _where_method(input, condition, other):
+    return _where(condition, input, other)
+
+
+def _masked_fill(input, mask, value):
+    return _where(mask, value, input) if _is_number(value) else None
+
+
+def _prelu(input, weight):
+    both = isinstance(input, Expr) and isinstance(weight, Expr)
+    return Expr("PRelu", (input, weight)) if both else None
+
+
 def _lerp(input, end, weight):
     if not (isinstance(input, Expr) and isinstance(end, Expr) and _is_number(weight)):
         return None
@@ -168,8 +250,21 @@ _HANDLERS: dict[str, Callable] = {
     "softplus": _unary("Softplus", "beta=1", "threshold=20"),
     "elu": _unary("Elu", "alpha=1.0"),
     "celu": _unary("Celu", "alpha=1.0"),
-    "clamp_min": _unary("MaxScalar", "min"),
-    "clamp_max": _unary("MinScalar", "max"),
+    "clamp_min": _clamp_min,
+    "clamp_max": _clamp_max,
+    "gt": _comparison("Gt", "Lt"),
+    "ge": _comparison("Ge", "Le"),
+    "lt": _comparison("Lt", "Gt"),
+    "le": _comparison("Le", "Ge"),
+    "eq": _comparison("Eq", "Eq"),
+    "ne": _ne,
+    "logical_not": _not,
+    "logical_and": _and,
+    "logical_or": _or,
+    "where": _where,
+    "where_method": _where_method,
+    "masked_fill": _masked_fill,
+    "prelu": _prelu,
     "gelu": _gelu,
     "clamp": _clamp,
     "add": _add,
@@ -187,8 +282,14 @@ _HANDLERS: dict[str, Callable] = {
 }  # fmt: skip
 _ALIASES = {
     "subtract": "sub", "multiply": "mul", "divide": "div", "true_divide": "div", "clip": "clamp", "negative": "neg",
-    "absolute": "abs", "truediv": "div",
+    "absolute": "abs", "truediv": "div", "greater": "gt", "greater_equal": "ge", "less": "lt", "less_equal": "le",
+    "not_equal": "ne", "bitwise_not": "logical_not", "invert": "logical_not", "bitwise_and": "logical_and",
+    "and_": "logical_and", "bitwise_or": "logical_or", "or_": "logical_or",
 }  # fmt: skip
+# Whose results are masks, some only where their arguments are; and the others that take masks.
+_COMPARISONS = frozenset(("gt", "ge", "lt", "le", "eq", "ne"))
+_LOGIC = frozenset(("logical_not", "logical_and", "logical_or"))
+_TAKE_MASKS = _LOGIC | {"where", "where_method", "masked_fill", "mul"}
 _NAMES = {**{name: name for name in _HANDLERS}, **_ALIASES}
 
 # Where autocast computes in float32 and returns it.
@@ -214,10 +315,12 @@ def _targets() -> dict[Any, tuple[str, bool]]:
                 found[target] = handler, in_place
     found.pop("identity", None)
     found[abs] = "abs", False
+    found["where"] = "where_method", False  # whose condition is the second argument
+    for target in (torch.prelu, "prelu"):  # whose weight is not shaped as operands are
+        del found[target]
+    found[prelu_by] = "prelu", False
     return found
 
-
-_TARGETS = _targets()
 
 # torch.nn's modules and what they hand to the function.
 _MODULES: dict[type[nn.Module], tuple[str, tuple[str, ...]]] = {
@@ -272,12 +375,24 @@ def add_bias(x: Tensor, bias: Tensor) -> Tensor:
     return x + bias.to(x.dtype)
 
 
+def slope_for(weight: Tensor, x: Tensor) -> Tensor:
+    """The weight of a PReLU, shaped to broadcast to x as F.prelu has it: along dimension 1."""
+    return weight if weight.numel() == 1 else weight.view((-1,) + (1,) * max(x.dim() - 2, 0))
+
+
+def prelu_by(x: Tensor, slope: Tensor) -> Tensor:
+    return F.prelu(x, slope.reshape(-1))
+
+
 def scale_and_shift(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
     """A BatchNorm in eval mode, folded."""
     return x * scale.to(x.dtype) + shift.to(x.dtype)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+
+
+_TARGETS = _targets()
 
 
 @dataclass(frozen=True)
@@ -308,6 +423,8 @@ class Operation:
             return Expr("Add", (Expr("MulOperand", (x, scale)), shift))
         given = [value(a) if isinstance(a, fx.Node) else a for a in self.args]
         named = {k: value(a) if isinstance(a, fx.Node) else a for k, a in self.kwargs.items()}
+        if self.name not in _TAKE_MASKS and any(map(_mask, (*given, *named.values()))):
+            return None  # PyTorch counts with booleans, or refuses to
         return _HANDLERS[self.name](*given, **named)
 
 
@@ -349,6 +466,20 @@ def _is_shape(node: Any) -> bool:
     return known
 
 
+def _is_mask(node: fx.Node) -> bool:
+    """Whether a value is a comparison or made of comparisons."""
+    known = node.meta.get("mask")
+    if known is None:
+        name, in_place = _TARGETS.get(node.target, ("", False)) if _hashable(node.target) else ("", False)
+        known = not in_place and node.op in ("call_function", "call_method") and not _is_shape(node)
+        if name in _LOGIC or name == "mul":
+            known &= all(isinstance(a, fx.Node) and _is_mask(a) for a in node.args) and not node.kwargs
+        else:
+            known &= name in _COMPARISONS
+        node.meta["mask"] = known
+    return known
+
+
 def operation(node: fx.Node, root: nn.Module) -> Operation | None:
     """What a node is, or None where it is not pointwise."""
     args, kwargs, module = node.args, dict(node.kwargs), None
@@ -366,6 +497,8 @@ def operation(node: fx.Node, root: nn.Module) -> Operation | None:
         if found is None or _is_shape(node):
             return None
         name, in_place = found
+        if in_place and name in _COMPARISONS | _LOGIC:
+            return None
     else:
         return None
     handler = _HANDLERS[name]
@@ -440,7 +573,7 @@ def is_fence(node: fx.Node, root: nn.Module) -> bool:
         return node.target.endswith("_") and not node.target.endswith("__")
     if node.op != "call_function":
         return False
-    if isinstance(node.target, Constant) or node.target in (convolve, channel_bias):
+    if isinstance(node.target, Constant) or node.target in (convolve, channel_bias, slope_for):
         return False
     home, name = getattr(node.target, "__module__", None) or "torch", getattr(node.target, "__name__", "_")
     if home.partition(".")[0] not in ("torch", "math", "_operator", "builtins"):

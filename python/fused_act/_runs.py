@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from torch._subclasses import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
-from . import _pointwise
+from . import _C, _pointwise
 from ._lower import Builder, Unlowerable, leaves, lower
 from ._pointwise import Expr, Operation
 from ._program import encode
@@ -97,6 +97,17 @@ class Analysis:
     conv: set[str]
     batch_norms: set[str]
 
+    def only_kernel(self) -> Callable[..., Tensor] | None:
+        """The ``remembered`` of the kernel that is all there is between the arguments and the result."""
+        *inputs, kernel, output = self.graph.nodes
+        alone = (
+            len(self.runs) == 1
+            and all(node.op == "placeholder" for node in inputs)
+            and tuple(inputs) == kernel.args
+            and output.args == (kernel,)
+        )
+        return kernel.target.remembered if alone else None
+
 
 def _small(node: fx.Node) -> bool:
     """Whether a value is a parameter or a constant, which no result has the shape of."""
@@ -104,7 +115,7 @@ def _small(node: fx.Node) -> bool:
         node.op == "get_attr"
         or node.op == "call_function"
         and (
-            node.target is _pointwise.channel_bias
+            node.target in (_pointwise.channel_bias, _pointwise.slope_for)
             or node.target in (operator.getitem,)
             and isinstance(node.args[0], fx.Node)
             and node.args[0].target is folded
@@ -131,8 +142,10 @@ class _Analyser:
         self.graph, self.root = graph, root
         self.split: dict[fx.Node, tuple[fx.Node, list[fx.Node]]] = {}
         self.overwrites: set[fx.Node] = set()  # in-place operations that stay
+        self.modules_away: list[str] = []  # paths of modules that are functions now
         self._ask_inputs_for_devices()
         graph.eliminate_dead_code(is_impure_node=self._is_impure)
+        self._shape_slopes()
         # A convolution's own kernel for its bias counts, and a BatchNorm's, where it is to be folded.
         self._split_layers(fold_batchnorm)
 
@@ -155,6 +168,37 @@ class _Analyser:
             while _pointwise.operation(source, self.root) and len(source.all_input_nodes) == 1:
                 [source] = source.all_input_nodes
             node.replace_input_with(node.args[0], source)
+
+    def _shape_slopes(self) -> None:
+        """A PReLU's weight lies along dimension 1 of x: it is shaped by a value with as many dimensions as x, the first
+        of those that x is computed from, so that those need not be made for that."""
+        for node in list(self.graph.nodes):
+            if node.op == "call_module":
+                module = self.root.get_submodule(node.target)
+                usable = original_class(module) is nn.PReLU and not (has_hooks(module) or is_patched(module))
+                x, weight = (node.args[0] if node.args else None), None
+            else:
+                usable = (node.op, node.target) in (("call_function", torch.prelu), ("call_method", "prelu"))
+                x, weight = node.args if len(node.args) == 2 else (None, None)
+            if not usable or node.kwargs or not isinstance(x, fx.Node):
+                continue
+            source = x
+            while (_pointwise.operation(source, self.root) or self._keeps_dimensions(source)) and len(
+                source.all_input_nodes
+            ) == 1:
+                [source] = source.all_input_nodes
+            with self.graph.inserting_before(node):
+                if node.op == "call_module":
+                    weight = self.graph.get_attr(f"{node.target}.weight")
+                    self.modules_away.append(node.target)
+                slope = self.graph.call_function(_pointwise.slope_for, (weight, source))
+                node.replace_all_uses_with(self.graph.call_function(_pointwise.prelu_by, (x, slope)))
+            self.graph.erase_node(node)
+
+    def _keeps_dimensions(self, node: fx.Node) -> bool:
+        """Whether a layer's result has as many dimensions as its input."""
+        layers = (*_pointwise.CONVOLUTIONS, nn.Linear, *_BATCH_NORMS)
+        return node.op == "call_module" and original_class(self.root.get_submodule(node.target)) in layers
 
     def _split_layers(self, fold_batchnorm: bool) -> None:
         for node in list(self.graph.nodes):
@@ -251,6 +295,8 @@ class _Analyser:
     def _programs(self, nodes: set[fx.Node], root: fx.Node) -> list:
         """Programs for each input that may have the result's shape."""
         e = self._expression(nodes, root)
+        if e.is_mask or any(leaf.is_mask for leaf in leaves(e)):
+            raise Unlowerable("a boolean tensor would enter or leave the kernel")
         inputs = [leaf.node for leaf in leaves(e)]
         candidates = [n for n in inputs if not _small(n)] + [n for n in inputs if n.op == "get_attr"]
         if not candidates:
@@ -354,7 +400,7 @@ class _Analyser:
         return runs
 
     def _replace(self, runs: list[Run], left: list, kernels: int) -> Analysis:
-        away, conv, norms = [], set(), set()
+        away, conv, norms = list(self.modules_away), set(), set()
         for result, (layer, _) in self.split.items():
             away.append(layer.target)
             (conv if result.target is _pointwise.add_bias else norms).add(layer.target)
@@ -372,25 +418,51 @@ class _Analyser:
         return Analysis(self.graph, runs[::-1], left, kernels, list(dict.fromkeys(away)), conv, norms)
 
     def _function(self, run: Run) -> Callable:
-        """``kernel(*inputs)``: one operator where the inputs allow it, the original operations elsewhere."""
+        """``kernel(*inputs)``: one operator where the inputs allow it, the original operations elsewhere. Its attribute
+        ``remembered`` is the same for tensors like those that were admitted before, NotImplemented for others."""
         names = {node: f"x{k}" for k, node in enumerate(run.inputs)}
-        scope: dict[str, Any] = {"admits": admits, "original": self._original(run)}
-        lines = [f"def kernel({', '.join(names.values())}):"]
+        arguments = ", ".join(names.values())
+        scope: dict[str, Any] = {
+            "admits": admits, "original": self._original(run), "is_compiling": torch.compiler.is_compiling
+        }  # fmt: skip
+        # A trace of torch.compile takes the way through torch.ops.
+        lines = [
+            f"def kernel({arguments}):",
+            "    traced = is_compiling()",
+            "    if not traced:",
+            f"        result = remembered({arguments})",
+            "        if result is not NotImplemented:",
+            "            return result",
+        ]
         guard = ""
         if any(self.ops[n].promoted for n in run.nodes):
             scope["autocasts"] = torch.is_autocast_enabled
             guard = " and not autocasts()"  # which would compute and return float32
+        calls = []
+        # Eager's kernel of F.hardswish, and so the step, holds 1/6 in float32 on CUDA; x * relu6(x + 3) / 6 does not.
+        approximate = any(self.ops[n].name == "relu6" for n in run.nodes)
+        scope["float64"] = torch.float64
         for k, (main, steps, operands) in enumerate(run.programs):
-            given = [names[o] for o in operands]
+            exact = ""
+            if approximate and any(name == "Hardswish" for name, _, _ in steps):
+                exact = f" and not ({names[main]}.is_cuda and {names[main]}.dtype is float64)"
             # A layer adds its own bias in the dtype of its result, whatever the bias has.
             checked = [names[o] for o in run.inputs if o is not main and not self._belongs_to_layer(o)]
-            call, description = _call(k, names[main], given, steps, scope)
-            run.kernel = run.kernel or description
-            lines += [f"    if admits({', '.join([names[main], *checked])}){guard}:", f"        return {call}"]
-        lines.append(f"    return original({', '.join(names.values())})")
+            call = _Call(main, steps, operands)
+            run.kernel = run.kernel or call.description
+            calls.append(call.open(run.inputs))
+            lines += [
+                f"    if admits({', '.join([names[main], *checked])}){guard}{exact}:",
+                "        if not traced:",
+                f"            remember({k}, {arguments})",
+                f"        return {call.source(k, names, scope)}",
+            ]
+        lines.append(f"    return original({arguments})")
+        scope["remembered"], scope["remember"] = _C._kernel(calls)
         exec(compile("\n".join(lines), "<fused_act.fuse>", "exec"), scope)
         kernel = scope.pop("kernel")
         kernel.__module__ = "fused_act"
+        kernel.remembered = scope["remembered"]
         return kernel
 
     def _belongs_to_layer(self, node: fx.Node) -> bool:
@@ -437,24 +509,46 @@ def _named(steps: list[tuple]) -> str | None:
     return _NAMED.get(tuple(name for name, _, _ in steps)) if in_order else None
 
 
-def _call(k: int, x: str, operands: list[str], steps: list[tuple], scope: dict) -> tuple[str, str]:
-    """The source of the call and its description."""
-    named = _named(steps)
-    if named:
-        scope[f"operator_{k}"] = getattr(torch.ops.fused_act, named).default
-        arguments = [x]
-        for _, source, scalars in steps:
-            arguments += [operands[source[1]]] if source else map(_literal, scalars)
-        if operands:
-            arguments.append("dim=-1")  # where one dimension broadcasts to
-        return f"operator_{k}({', '.join(arguments)})", named
-    scope[f"operator_{k}"] = torch.ops.fused_act.chain.default
-    scope[f"program_{k}"], scope[f"scalars_{k}"] = encode(steps)
-    return f"operator_{k}({x}, [{', '.join(operands)}], program_{k}, scalars_{k})", f"chain({', '.join(_shown(steps))})"
+class _Call:
+    """A call of the operator that computes some steps, its arguments in order: a node, a list of those, or a value."""
 
+    def __init__(self, x: fx.Node, steps: list[tuple], operands: list[fx.Node]) -> None:
+        named = _named(steps)
+        self.name = named or "chain"
+        if named:
+            self.description = named
+            self.arguments: list[Any] = [x]
+            for _, source, scalars in steps:
+                self.arguments += [operands[source[1]]] if source else scalars
+            if operands:
+                self.arguments.append(-1)  # dim, where one dimension broadcasts to
+        else:
+            self.description = f"chain({', '.join(_shown(steps))})"
+            self.arguments = [x, operands, *encode(steps)]
 
-def _literal(value: float) -> str:
-    return repr(value) if value - value == 0 else f"float({str(value)!r})"
+    def source(self, k: int, names: dict[fx.Node, str], scope: dict[str, Any]) -> str:
+        """The source, which finds the operator and the values in ``scope``."""
+        scope[f"operator_{k}"] = getattr(torch.ops.fused_act, self.name).default
+        given = []
+        for n, a in enumerate(self.arguments):
+            if isinstance(a, fx.Node):
+                given.append(names[a])
+            elif n == 1 and self.name == "chain":
+                given.append(f"[{', '.join(names[o] for o in a)}]")
+            else:
+                scope[f"value_{k}_{n}"] = a
+                given.append(f"value_{k}_{n}")
+        return f"operator_{k}({', '.join(given)})"
+
+    def open(self, inputs: list[fx.Node]) -> tuple[str, list[Any]]:
+        """The operator's name and its arguments, with {k} for input k."""
+
+        def place(a: Any) -> Any:
+            return {inputs.index(a)} if isinstance(a, fx.Node) else a
+
+        return self.name, [
+            [place(o) for o in a] if n == 1 and self.name == "chain" else place(a) for n, a in enumerate(self.arguments)
+        ]
 
 
 def _shown(steps: list[tuple]) -> list[str]:
