@@ -19,6 +19,7 @@ import fused_act
 from fused_act import operators
 
 PACKAGE = Path(fused_act.__file__).resolve().parent
+SOURCES = cases.ROOT / "python" / "fused_act"  # empty where the tests do not lie in a source tree
 SUFFIXES = ("_backward", "_jvp", "_double_backward")
 
 
@@ -240,7 +241,7 @@ def test_wheel_metadata():
     requires = [r for r in found.requires or [] if re.match(r"torch\b", r)]
     assert [re.sub(r"[\s()]", "", r) for r in requires] == [f"torch=={minor}.*"]
     extras = found.metadata.get_all("Provides-Extra") or []
-    assert "demo" in extras
+    assert {"bench", "demo"} <= set(extras)
     assert found.metadata["Summary"] and found.metadata["Requires-Python"]
 
 
@@ -249,6 +250,8 @@ def test_wheel_contents():
     inside = [f for f in files if f.startswith("fused_act/")]
     assert any(re.fullmatch(r"fused_act/_C\..*\.so", f) for f in inside)
     assert {"fused_act/py.typed", "fused_act/_C.pyi", "fused_act/_build_info.py"} <= set(inside)
+    modules = {f"fused_act/{f.relative_to(SOURCES)}" for f in SOURCES.rglob("*.py")}
+    assert modules <= set(inside), f"not in the wheel: {modules - set(inside)}"
     foreign = [f for f in files if re.search(r"\.(cpp|cu|cuh|h|o)$", f) or f.split("/")[0] in ("tests", "src")]
     assert not foreign, foreign
     assert any("licen" in f.lower() for f in files), "the licence text is missing"

@@ -1,10 +1,10 @@
-"""The command line: `python -m fused_act info`, `operators` and `demo`."""
+"""The command line: `python -m fused_act info`, `operators`, `demo` and `bench`."""
 
 import argparse
 import sys
 from collections.abc import Sequence
 
-from . import demo, info, operators
+from . import _bench, demo, info, operators
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -21,6 +21,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = commands.add_parser("demo", help="compare with eager PyTorch, then train a small net with both")
     demo.add_arguments(command)
     command.set_defaults(run=demo.run)
+
+    command = commands.add_parser("bench", help="time every operator against a copy, eager PyTorch and torch.compile")
+    _bench.add_arguments(command)
 
     options = parser.parse_args(arguments)
     return options.run(options)
