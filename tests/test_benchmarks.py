@@ -5,6 +5,7 @@ import importlib.util
 import json
 import math
 import os
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -344,6 +345,9 @@ def test_plots_show_the_figures(small):
     drawn = {line.get_label(): line for line in figure.axes[0].lines}
     assert set(drawn) == {"fused", "eager", "copy"}
     assert all(list(line.get_xdata()) == [96, 1024] for line in drawn.values())
+    for call, line in drawn.items():
+        bandwidths = [group.values("control" if call == "copy" else call, "GB/s") for group in family]
+        assert list(line.get_ydata()) == [statistics.median(values) for values in bandwidths]
 
 
 def without(monkeypatch, *missing):
