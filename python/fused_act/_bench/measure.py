@@ -341,20 +341,22 @@ class Run:
         functions["eager"] = case.written_out()
         x = torch.randn(shape, device=device)
         values = case.parameters(x)
-        about = {"dtype": "float32", "layout": "contiguous", "shape": list(shape), "elements": math.prod(shape)}
-        if compiled := self.compiled.get(case.name):
-            if self.compiles(case, lambda: compiled(x, **values), {"section": "overhead"} | about):
-                functions["torch.compile"] = compiled
         leaf = x.clone().requires_grad_()
         leaf_values = case.parameters(x, requires_grad=True)
         operand_leaves = [value for value in leaf_values.values() if isinstance(value, torch.Tensor)]
         grad, own_grad = torch.randn_like(x), torch.randn(case.result_shape(shape), device=device)
+        about = {"dtype": "float32", "layout": "contiguous", "shape": list(shape), "elements": math.prod(shape)}
 
         def forward(function: Callable, tensor: torch.Tensor, extra: dict) -> Call:
             return lambda: function(tensor, **extra)
 
         def both(function: Callable, extra: dict, wanted: list, grad: torch.Tensor) -> Call:
             return lambda: torch.autograd.grad(function(leaf, **extra), wanted, grad)
+
+        if compiled := self.compiled.get(case.name):
+            training = both(compiled, leaf_values, [leaf, *operand_leaves], own_grad)
+            if self.compiles(case, training, {"section": "overhead"} | about):
+                functions["torch.compile"] = compiled
 
         modes: dict[str, dict[str, Call]] = {
             "no_grad": {way: forward(function, x, values) for way, function in functions.items()},
