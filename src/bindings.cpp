@@ -1,6 +1,7 @@
 // The torch side: schemas, the checks of every argument, the CPU, CUDA and Meta kernels of the dispatcher, and the
 // Python module. Everything is registered when the library is loaded, with or without Python.
 #include <ATen/EmptyTensor.h>
+#include <ATen/ExpandUtils.h>
 #include <ATen/LegacyBatchedTensorImpl.h>
 #include <ATen/MemoryOverlap.h>
 #include <ATen/Parallel.h>
@@ -8,6 +9,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/empty_strided.h>
+#include <ATen/ops/from_blob.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/zeros.h>
 
@@ -757,7 +759,7 @@ struct Work {
   Request request;
   std::vector<at::Tensor> out;
   std::vector<int64_t> rows;                     // sizes and strides, a row of x.dim() for each; reserved, so none moves
-  at::Tensor alive[2 * kMaxOperands + 4];        // copies of inputs in a dtype or layout that the kernels read
+  at::Tensor alive[4 * kMaxOperands + 10];       // copies of inputs in a dtype or layout that the kernels read
   at::Tensor narrow[kMaxOperands];               // gradients that the kernels write in the compute type
   int kept = 0;
   int reads[kMaxOperands] = {};  // of each operand by the steps of a call that gives its own
@@ -790,25 +792,6 @@ Half half_of(const Operator& op, Work& work, const at::Tensor& t, int which) {
   const bool pairs = op.packing == Packing::pairs;
   if (pairs) strides[last] = 2 * stride;
   return {which * stride * (pairs ? 1 : t.size(last) / 2) * t.element_size(), strides};
-}
-
-// The incoming gradient as the vector kernels of a GPU read it. Expanded, as that of a sum is, or dense in another order it
-// is first copied to the order of x: element by element, conv, division, leaky_relu took 55 ms in training where eager
-// takes 4 (float32, H100, (128, 64, 126, 126)).
-at::Tensor gradient_in_order(const Operator& op, const Arguments& a, Work& work) {
-  constexpr int64_t kWorthACopy = 1 << 14;  // elements; below, a launch costs more
-  if (a.g.numel() < kWorthACopy) return a.g;
-  bool expanded = false, other_order = false;
-  const bool comparable = op.packing == Packing::none && a.x.is_non_overlapping_and_dense();
-  for (int64_t d = 0; d < a.g.dim(); ++d) {
-    if (a.g.size(d) == 1) continue;
-    expanded |= a.g.stride(d) == 0;
-    other_order |= comparable && a.g.stride(d) != a.x.stride(d);
-  }
-  if (!expanded && !(other_order && a.g.is_non_overlapping_and_dense())) return a.g;
-  at::Tensor ordered = empty_result(op, a.x);
-  ordered.copy_(a.g);
-  return work.keep(std::move(ordered));
 }
 
 // Which inputs of the kernel the asked outputs are computed from.
@@ -891,7 +874,7 @@ void prepare(const Operator& op, Mode mode, const Arguments& a, Work& work, bool
   packed_tensor(r.x, r.operand[0], a.x, input::x, input::operand(0));
   packed_tensor(r.u, r.v[0], a.u, input::u, input::v(0));
   r.v_present[0] = packed && a.u.defined();
-  tensor(r.g, cuda && (read & input::g) ? gradient_in_order(op, a, work) : a.g, input::g);
+  tensor(r.g, a.g, input::g);
 
   const auto operand = [&](Request::Operand& to, const std::string& name, const at::Tensor& given, uint32_t bit) {
     const Placement p = place(op, a, name, given);
@@ -1048,6 +1031,60 @@ void run_cpu(const Operator& op, Mode mode, const Arguments& a, Work& work) {
 // ---- CUDA -----------------------------------------------------------------------------------------------------
 
 #if defined(FUSED_ACT_WITH_CUDA)
+// Elements from which on a copy costs less than what it saves; below, a launch costs more.
+constexpr int64_t kWorthACopy = 1 << 14;
+
+// A result that is computed densely and then copied to where it belongs.
+struct Moved {
+  at::Tensor to, from;
+};
+
+// Replaces tensors as large as the result that are not dense in its order and aligned by copies that are, and so operands that
+// are broadcast in more ways than along one axis.
+std::vector<Moved> lay_out_densely(const Arguments& a, Work& work, const Geometry& geometry) {
+  Request& r = work.request;
+  const at::IntArrayRef sizes(r.sizes, r.ndim);
+  const auto dense = at::infer_dense_strides(sizes, at::IntArrayRef(r.order, r.ndim));
+  std::vector<Moved> moved;
+  const auto options = [&](Dtype d) {
+    return a.x.options().dtype(d == Dtype::f16    ? at::kHalf
+                               : d == Dtype::bf16 ? at::kBFloat16
+                               : d == Dtype::f32  ? at::kFloat
+                                                  : at::kDouble);
+  };
+  // The copy of a tensor that needs one: its data, and strides that stay where they are. `input`: its elements are read.
+  const auto replace = [&](auto*& data, const int64_t*& strides, Dtype dtype, bool input) {
+    if (!data) return;
+    bool fits = reinterpret_cast<uintptr_t>(data) % 16 == 0;
+    for (int d = 0; d < r.ndim; ++d) fits &= sizes[d] == 1 || strides[d] == dense[d];
+    if (fits) return;
+    const at::Tensor view = at::for_blob(const_cast<void*>(static_cast<const void*>(data)), sizes)
+                                .strides(at::IntArrayRef(strides, r.ndim))
+                                .options(options(dtype))
+                                .target_device(a.x.device())
+                                .make_tensor();
+    at::Tensor copy = at::empty_strided(sizes, dense, options(dtype));
+    if (input) {
+      copy.copy_(view);
+    } else {
+      moved.push_back({view, copy});
+    }
+    const at::Tensor& kept = work.keep(std::move(copy));
+    data = kept.mutable_data_ptr();
+    strides = kept.strides().data();
+  };
+  replace(r.x.data, r.x.strides, r.dtype, true);
+  replace(r.g.data, r.g.strides, r.dtype, true);
+  for (int k = 0; k < r.operands; ++k) {
+    Request::Operand& o = r.operand[k];
+    if (o.data && !channel_form(geometry, kOperand + k).exact) replace(o.data, o.strides, o.dtype, true);
+  }
+  for (Request::Output& out : r.out) replace(out.data, out.strides, r.dtype, false);
+  for (Request::OperandGradient& g : r.operand_gradient)
+    if (g.data && g.numel == r.numel) replace(g.data, g.strides, g.dtype, false);
+  return moved;
+}
+
 void run_cuda(const Operator& op, Mode mode, const Arguments& a, Work& work) {
   const c10::cuda::CUDAGuard guard(a.x.device());
   prepare(op, mode, a, work, /*cuda=*/true, !work.out.empty());
@@ -1064,9 +1101,18 @@ void run_cuda(const Operator& op, Mode mode, const Arguments& a, Work& work) {
                       return w->buffers.back().mutable_data_ptr();
                     },
                     &workspace};
+    const bool in_place = r.out[0].data && r.out[0].data == r.x.data;
+    r.may_be_dense = r.numel >= kWorthACopy && !in_place;
     const Geometry geometry = geometry_of(op, a, work);
     const char* error = fused_act::run_cuda(op.index, r, geometry, cuda);
+    std::vector<Moved> moved;
+    if (error == kWantsDense) {
+      r.may_be_dense = false;
+      moved = lay_out_densely(a, work, geometry);
+      error = fused_act::run_cuda(op.index, r, make_geometry(r), cuda);
+    }
     TORCH_CHECK(!error, op.label(), ": CUDA kernel launch failed: ", error);
+    for (const Moved& result : moved) result.to.copy_(result.from);
     for (int k = 0; k < op.operands; ++k)
       if (work.narrow[k].defined()) work.out[full_outputs(mode) + k].copy_(work.narrow[k]);
   }

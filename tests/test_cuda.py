@@ -3,6 +3,7 @@ the other files, whose `device` fixture runs them there too."""
 
 import contextlib
 import copy
+import math
 import re
 
 import cases
@@ -13,6 +14,7 @@ from cases import call, tracked
 from oracle import assert_same
 
 import fused_act
+from fused_act._program import encode
 
 pytestmark = cases.needs_cuda
 
@@ -357,6 +359,63 @@ def test_graph_survives_a_backward_in_another_thread(op):
     torch.cuda.current_stream().wait_stream(stream)
     for a, b in zip(torch.autograd.grad(y, leaves, go), expected[1:]):
         assert_same(a, b)
+
+
+def calls_in_odd_layouts(dtype):
+    """Tensors that no vector fits, large enough to be worth a copy: (function, x, other tensors)."""
+    ops, g = torch.ops.fused_act, torch.Generator("cuda").manual_seed(0)
+
+    def random(*shape):
+        return torch.randn(shape, device="cuda", generator=g).to(dtype)
+
+    program, scalars = encode([("Add", ("operand", 0), ()), ("Mish", None, ()), ("MulOperand", ("operand", 1), ())])
+    bias, shape = random(16), (4, 16, 33, 63)
+    odd = {
+        "unaligned": random(math.prod(shape) + 1)[1:].view(shape),
+        "pitch": random(4, 16, 33, 65)[..., 1:-1],
+        "every second": random(4, 16, 33, 126)[..., ::2],
+        "expanded": random(1, 16, 33, 63).expand(shape),
+        "transposed": random(4, 33, 16, 63).transpose(1, 2),
+    }
+    for name, t in odd.items():
+        yield f"relu_hardswish {name}", ops.relu_hardswish, t, ()
+        yield f"bias_act {name}", lambda x, b: ops.bias_act(x, b, "gelu"), t, (bias,)
+        yield (
+            f"chain {name}",
+            lambda x, a, b: ops.chain(x, [a, b], program, scalars),
+            t,
+            (random(16, 1, 1), random(4, 33, 16, 63).transpose(1, 2)),
+        )
+        yield f"gated {name}", lambda x, u: ops.gated(x, u, "silu"), t, (random(*shape),)
+    yield "halves", ops.silu_and_mul, random(4, 16, 33, 126), ()
+    yield "halves with a pitch", ops.silu_and_mul, random(4, 16, 33, 130)[..., :126], ()
+    yield "pairs", ops.swiglu_oai, random(4, 16, 33, 126), ()
+    broadcast = (random(1, 16, 1, 63), random(4, 1, 33, 1))
+    yield "operands", lambda x, a, b: ops.chain(x, [a, b], program, scalars), random(*shape), broadcast
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_odd_layouts_do_not_go_element_by_element(dtype):
+    """They are copied first; bits are those of dense tensors."""
+    for name, function, x, others in calls_in_odd_layouts(dtype):
+        leaves = [t.detach().requires_grad_() for t in (x, *others)]
+        dense = [t.detach().clone(memory_format=torch.contiguous_format).requires_grad_() for t in (x, *others)]
+        want = function(*dense)
+        go = torch.randn_like(want)
+        with torch.profiler.profile() as profile:
+            y = function(*leaves)
+            grads = torch.autograd.grad(y, leaves, go)
+            torch.cuda.synchronize()
+        kernels = {e.name for e in profile.events() if re.search("fused_act::strided_kernel", e.name)}
+        assert not kernels, (name, kernels)
+        assert y.stride() == torch.empty_like(x).stride() or x.shape != y.shape, name
+        assert_same(y.detach(), want.detach())
+        for got, expected, leaf in zip(grads, torch.autograd.grad(want, dense, go), leaves):
+            assert got.stride() == torch.empty_like(leaf).stride(), name
+            if got.shape == x.shape:
+                assert_same(got, expected)
+            else:  # summed in another order
+                torch.testing.assert_close(got, expected, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("gradient", ["of a sum", "channels_last"])

@@ -40,6 +40,7 @@ struct Request {
   const int64_t* sizes = nullptr;
   const int64_t* order = nullptr;  // strides whose descending order is that of the walk
   Tensor x, g, u;
+  bool may_be_dense = false;  // whether who asks would rather copy tensors than have them walked element by element
   bool pairs = false;  // tensors with a stride of 2 are one half of a buffer of pairs, whose other half may be read too
   Operand operand[kMaxOperands], v[kMaxOperands];
   bool v_present[kMaxOperands] = {};

@@ -12,6 +12,9 @@ struct Cuda {
   void* context;
 };
 
+// What comes back, and nothing was launched, where dense tensors would be faster (Request::may_be_dense).
+inline constexpr char kWantsDense[] = "the kernel wants dense tensors";
+
 // Launches operator `op` (its place in the list) for elements of that many bits. Returns null, or what went wrong.
 const char* run_cuda_16(int op, const Request&, const Geometry&, const Cuda&);
 const char* run_cuda_32(int op, const Request&, const Geometry&, const Cuda&);

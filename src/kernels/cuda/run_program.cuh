@@ -7,14 +7,15 @@ namespace fused_act {
 
 template <int bytes>
 const char* run_program_in_any_mode(const Request& r, const Geometry& geometry, const Cuda& cuda) {
+  const auto run = [&](auto launcher) { return launcher.wants_dense() ? kWantsDense : message(launcher.run()); };
   switch (r.mode) {
     case Mode::forward:
-      return message(Launcher<Program, bytes, Mode::forward>(r.program, r, geometry, cuda).run());
+      return run(Launcher<Program, bytes, Mode::forward>(r.program, r, geometry, cuda));
     case Mode::backward:
-      return message(Launcher<Program, bytes, Mode::backward>(r.program, r, geometry, cuda).run());
+      return run(Launcher<Program, bytes, Mode::backward>(r.program, r, geometry, cuda));
     case Mode::jvp:  // the first result of double backward
     case Mode::double_backward:
-      return message(Launcher<Program, bytes, Mode::double_backward>(r.program, r, geometry, cuda).run());
+      return run(Launcher<Program, bytes, Mode::double_backward>(r.program, r, geometry, cuda));
   }
   return "unknown mode";
 }
@@ -25,9 +26,11 @@ const char* run_program(const Request& r, const Geometry& geometry, const Cuda& 
     if (r.mode == Mode::forward) {
       Launcher<Program, bytes, Mode::forward> launcher(r.program, r, geometry, cuda);
       if (launcher.fits()) return message(launcher.run());
+      if (launcher.wants_dense()) return kWantsDense;
     } else if (r.mode == Mode::backward) {
       Launcher<Program, bytes, Mode::backward> launcher(r.program, r, geometry, cuda);
       if (launcher.fits()) return message(launcher.run());
+      if (launcher.wants_dense()) return kWantsDense;
     }
     return run_cuda_program_32(r, geometry, cuda);
   } else {
