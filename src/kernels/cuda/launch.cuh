@@ -53,6 +53,9 @@ class Launcher {
   // Can it run without the kernels for any strides, which compiled chains and elements of 16 bits have not?
   bool fits() const { return (kWalks ? vectors_ : flat_) && !any(Plan::apart); }
 
+  bool has_vectors() const { return vectors_; }
+  bool is_apart(int k) const { return plan_[k] == Plan::apart; }
+
   // Would it walk a tensor element by element, whose copy in another layout it need not?
   bool wants_dense() const { return kVectors && request_.may_be_dense && !vectors_; }
 

@@ -31,6 +31,14 @@ const char* run_program(const Request& r, const Geometry& geometry, const Cuda& 
       Launcher<Program, bytes, Mode::backward> launcher(r.program, r, geometry, cuda);
       if (launcher.fits()) return message(launcher.run());
       if (launcher.wants_dense()) return kWantsDense;
+      if (launcher.has_vectors()) {  // but for operand gradients that need a pass of their own
+        Request own = r, rest = r;
+        for (int k = 0; k < kMaxOperands; ++k) (launcher.is_apart(k) ? own : rest).operand_gradient[k].data = nullptr;
+        for (Request::Output& out : rest.out) out.data = nullptr;
+        rest.may_be_dense = false;
+        const char* error = message(Launcher<Program, bytes, Mode::backward>(r.program, own, geometry, cuda).run());
+        return error ? error : run_cuda_program_32(rest, geometry, cuda);
+      }
     }
     return run_cuda_program_32(r, geometry, cuda);
   } else {
