@@ -1255,7 +1255,8 @@ namespace {
 // the operator. Which tensors may be given is decided in Python; those that were accepted are remembered here.
 class Kernel {
  public:
-  // `calls`: for each way to call, the operator's name and its arguments: {k} for tensor k, or a list of such, or a value.
+  // `calls`: for each way to call, the operator's name and its arguments: {k} for tensor k, frozenset({k}) where no gradient
+  // goes to it, or a list of such, or a value.
   explicit Kernel(const py::list& calls) {
     for (const py::handle& item : calls) {
       const auto [name, values] = item.cast<std::pair<std::string, py::list>>();
@@ -1268,11 +1269,14 @@ class Kernel {
         const py::handle value = values[n];
         Argument& argument = call.arguments.emplace_back();
         argument.is_list = py::isinstance<py::list>(value) && parameters[n].name() == "operands";
-        if (argument.is_list || py::isinstance<py::set>(value)) {
-          for (const py::handle& tensor : value) {
-            argument.tensors.push_back(argument.is_list ? (*tensor.begin()).cast<int>() : tensor.cast<int>());
-            most_ = std::max(most_, argument.tensors.back());
-          }
+        const auto add = [&](const py::handle& set) {
+          argument.tensors.push_back({(*set.begin()).cast<int>(), py::isinstance<py::frozenset>(set)});
+          most_ = std::max(most_, argument.tensors.back().place);
+        };
+        if (argument.is_list) {
+          for (const py::handle& set : value) add(set);
+        } else if (py::isinstance<py::anyset>(value)) {
+          add(value);
         } else {
           argument.value = torch::jit::toIValue(value, parameters[n].type());
         }
@@ -1290,9 +1294,9 @@ class Kernel {
       PyObject* object = PyTuple_GET_ITEM(given.ptr(), n);
       if (!THPVariable_CheckExact(object)) return refuse();
       tensors.push_back(&THPVariable_Unpack(object));
-      if (tensors.back()->unsafeGetTensorImpl()->has_symbolic_sizes_strides()) return refuse();
+      if (!is_ordinary(*tensors.back())) return refuse();
     }
-    const bool autocast = at::autocast::is_autocast_enabled(at::kCUDA);
+    const int autocast = autocasts();
     const auto same = [&](const Accepted& a) {
       if (a.autocast != autocast || static_cast<int>(a.tensors.size()) != count) return false;
       for (int n = 0; n < count; ++n)
@@ -1304,14 +1308,18 @@ class Kernel {
     const Call& call = calls_[found->call];
     torch::jit::Stack stack;
     stack.reserve(call.arguments.size());
+    const auto tensor = [&](const Input& i) {
+      const at::Tensor& t = *tensors[i.place];
+      return i.detached && t.requires_grad() ? t.detach() : t;
+    };
     for (const Argument& argument : call.arguments) {
       if (argument.is_list) {
         c10::List<at::Tensor> list;
         list.reserve(argument.tensors.size());
-        for (int k : argument.tensors) list.push_back(*tensors[k]);
+        for (const Input& i : argument.tensors) list.push_back(tensor(i));
         stack.emplace_back(std::move(list));
       } else if (!argument.tensors.empty()) {
-        stack.emplace_back(*tensors[argument.tensors[0]]);
+        stack.emplace_back(tensor(argument.tensors[0]));
       } else {
         stack.push_back(argument.value);
       }
@@ -1325,11 +1333,11 @@ class Kernel {
 
   // From now on tensors of these shapes, dtypes and devices are given to that call.
   void remember(int call, const py::args& given) {
-    Accepted accepted{call, at::autocast::is_autocast_enabled(at::kCUDA), {}};
+    Accepted accepted{call, autocasts(), {}};
     for (const py::handle& item : given) {
       if (!THPVariable_CheckExact(item.ptr())) return;
       const at::Tensor& t = THPVariable_Unpack(item.ptr());
-      if (t.unsafeGetTensorImpl()->has_symbolic_sizes_strides()) return;
+      if (!is_ordinary(t)) return;
       accepted.tensors.push_back({t.sizes().vec(), t.scalar_type(), t.layout(), t.device()});
     }
     if (accepted_.size() == kMostAccepted) accepted_.erase(accepted_.begin());
@@ -1337,9 +1345,22 @@ class Kernel {
   }
 
  private:
+  // Has it sizes that are numbers, and may it be saved for backward?
+  static bool is_ordinary(const at::Tensor& t) {
+    return !t.is_nested() && !t.unsafeGetTensorImpl()->has_symbolic_sizes_strides() &&
+           !(t.is_inference() && at::GradMode::is_enabled());
+  }
+  static int autocasts() {
+    return at::autocast::is_autocast_enabled(at::kCUDA) + 2 * at::autocast::is_autocast_enabled(at::kCPU);
+  }
+
+  struct Input {
+    int place;
+    bool detached;
+  };
   struct Argument {
     bool is_list = false;
-    std::vector<int> tensors;
+    std::vector<Input> tensors;
     c10::IValue value;
   };
   struct Call {
@@ -1356,8 +1377,7 @@ class Kernel {
     }
   };
   struct Accepted {
-    int call;
-    bool autocast;
+    int call, autocast;
     std::vector<Likeness> tensors;
   };
   static constexpr size_t kMostAccepted = 8;  // batch sizes, train and eval; a search of all takes less than the rest

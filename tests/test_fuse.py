@@ -312,6 +312,132 @@ def test_prelu(count, device):
         assert operators(function, y, weight).fused == ["fused_act.chain"]
 
 
+SMALL, WIDE = torch.tensor(0.3), torch.tensor(1 + 1e-12, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: torch.where(x > 0, SMALL, torch.tensor(0.7)) * 2,  # of tensors that x does not promote
+        lambda x: (x > 0) * SMALL * 2,
+        lambda x: (x > 0) * SMALL + x,
+        lambda x: torch.where(x > 0, SMALL, 0.0) * 2,
+        lambda x: SMALL.masked_fill(x > 0, 1.0) * 2,
+        lambda x: torch.where(WIDE > 1, x, 0.0) * 2,  # compared in float64
+        lambda x: torch.where(WIDE == 1, x, 0.0) * 2,
+        lambda x: x * (WIDE * 1e30 * 1e30 * 1e-60),  # beyond float32 on the way
+        lambda x: torch.where(x > WIDE, x, x * SMALL) * 2,
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_what_eager_computes_in_another_dtype(function, dtype):
+    x, fused = torch.tensor([-1.0, 0.0, 1.0, 2.0], dtype=dtype), fused_act.fuse(function)
+    for _ in range(2):
+        actual, expected = fused(x), function(x)
+        assert actual.dtype == expected.dtype
+        torch.testing.assert_close(actual, expected)
+
+
+def test_what_is_only_compared_is_not_in_the_graph():
+    for function in (
+        lambda x, y: torch.where(x > 0, y, 0.0) * 2,
+        lambda x, y: (x > 0) * y * 2,
+        lambda x, y: y.masked_fill(x > 0, 0.5).tanh(),
+    ):
+        fused = fused_act.fuse(function)
+        x, y = torch.randn(5, requires_grad=True), torch.randn(5)
+        for _ in range(2):
+            assert operators(fused, x, y).fused
+            assert not fused(x, y).requires_grad
+            (grad,) = torch.autograd.grad(fused(x, t := y.clone().requires_grad_()).sum(), t)
+            torch.testing.assert_close(grad, torch.autograd.grad(function(x, t).sum(), t)[0])
+            with pytest.raises(RuntimeError, match="not have been used"):
+                torch.autograd.grad(fused(x, t).sum(), x)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, m: (x * 1).masked_fill_(m > 0, 2.0) * 2,
+        lambda x, m: (x * 1).add_(m) * 2,
+        lambda x, m: (x * 1).clamp_(min=m) * 2,
+    ],
+)
+def test_in_place_does_not_enlarge(function):
+    fused, x, m = fused_act.fuse(function), torch.ones(3), torch.ones(2, 3)
+    torch.testing.assert_close(fused(x, m[0]), function(x, m[0]))
+    torch.testing.assert_close(fused(m, x), function(m, x))
+    with pytest.raises(RuntimeError, match="doesn't match the broadcast shape"):
+        fused(x, m)
+
+
+def test_inference_and_nested_tensors():
+    fused = fused_act.fuse(lambda x, b: torch.tanh(x + b) * 2)
+    with torch.inference_mode():
+        x = torch.randn(3, 4)
+        assert operators(fused, x, torch.ones(4)).fused
+    b = torch.ones(4, requires_grad=True)
+    for _ in range(2):
+        fused(x, b * 1).sum().backward()
+    double = fused_act.fuse(lambda x: torch.relu(x) * 2)
+    for _ in range(2):
+        nested = torch.nested.nested_tensor([torch.randn(2), torch.randn(3)])
+        assert torch.equal(double(nested)[1], torch.relu(nested[1]) * 2)
+
+
+def test_prelu_refuses_what_eager_refuses():
+    model = nn.Sequential(nn.Tanh(), nn.PReLU(3), nn.Hardswish())
+    fused = fused_act.fuse(model)
+    with pytest.raises(RuntimeError, match="Mismatch of parameter numbers"):
+        fused(torch.ones(3))
+    function = fused_act.fuse(lambda x, w: F.prelu(x, w) * 2)
+    for weight in (torch.ones(1, 3), torch.ones(1, 1), torch.ones(4), torch.tensor(1.0, dtype=torch.float64)):
+        with pytest.raises(RuntimeError):
+            F.prelu(torch.ones(2, 3), weight)
+        with pytest.raises(RuntimeError):
+            function(torch.ones(2, 3), weight)
+
+
+def test_prelu_under_autocast():
+    function = fused_act.fuse(lambda x, w: F.prelu(x, w) * 2)
+    x, w = torch.randn(2, 3), torch.rand(3)
+    function(x, w)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for _ in range(2):
+            assert function(x, w).dtype == (F.prelu(x, w) * 2).dtype
+    assert function(x, w).dtype == torch.float32
+
+
+def test_second_derivative_of_a_clamp_by_a_tensor_at_a_tie():
+    function = fused_act.fuse(lambda x, o: torch.clamp(x, min=o) ** 2)
+    x, o = torch.ones(2, dtype=torch.float64).requires_grad_().unbind()
+    hessian = torch.func.hessian(lambda x, o: function(x, o).sum(), argnums=(0, 1))(x.detach(), o.detach())
+    assert [[h.item() for h in row] for row in hessian] == [[2, 0], [0, 0]]
+    along = torch.tensor([0.5, 1.5], dtype=torch.float64).unbind()
+    _, tangent = torch.func.jvp(function, (x.detach(), o.detach()), along)
+    assert tangent.item() == 1.0
+
+
+def test_a_hook_for_all_modules_sees_those_of_a_function():
+    act, seen = nn.Hardswish(), []
+    fused = fused_act.fuse(lambda x: act(x) * torch.sigmoid(x))
+    x = torch.randn(4)
+    fused(x)
+    handle = nn.modules.module.register_module_forward_hook(lambda m, args, out: seen.append(m))
+    try:
+        fused(x)
+    finally:
+        handle.remove()
+    assert seen == [act]
+    assert operators(fused, x).fused
+
+
+def test_explain_lists_what_no_step_computes():
+    report = fused_act.explain(lambda x: torch.sin(x * 2 + 1) + torch.floor(x) * torch.addcmul(x, x, x))
+    assert {line.split(": ")[1] for line in report.left} >= {"sin", "floor", "addcmul"}
+    assert report.pointwise_before == 7 and report.pointwise_after == 5
+
+
 def test_float64_hardswish_written_with_relu6(device):
     x = torch.linspace(-4, 4, 101, dtype=torch.float64, device=device)
     y = fused_act.fuse(lambda x: x * F.relu6(x + 3) / 6)(x)

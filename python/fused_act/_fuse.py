@@ -168,7 +168,8 @@ class FusedFunction:
         self._remembered: Callable[..., Any] | None = None
         if (key := _required(function)) is not None:
             plan = self._plans[key] = _plan(function, None, key)
-            self._remembered = plan.analysis and plan.analysis.only_kernel()
+            if plan.analysis and not plan.analysis.fused_away:
+                self._remembered = plan.analysis.only_kernel()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         remembered = self._remembered
@@ -185,9 +186,12 @@ class FusedFunction:
             if torch.compiler.is_compiling() or len(self._plans) >= _MAX_PLANS:
                 return self._function(*args, **kwargs)
             plan = self._plans[key] = _plan(self._function, None, key)
-        if plan.forward is None:
+        if plan.forward is None or (plan.analysis.fused_away and _has_any_global_hook()):
             return self._function(*args, **kwargs)
         return plan.forward(plan.root, *tensors)
+
+    def __repr__(self) -> str:
+        return f"<fused_act.fuse({self._function!r})>"
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)

@@ -292,8 +292,8 @@ _LOGIC = frozenset(("logical_not", "logical_and", "logical_or"))
 _TAKE_MASKS = _LOGIC | {"where", "where_method", "masked_fill", "mul"}
 _NAMES = {**{name: name for name in _HANDLERS}, **_ALIASES}
 
-# Where autocast computes in float32 and returns it.
-_PROMOTED = {"pow", "exp", "log", "reciprocal", "rsqrt", "softplus"}
+# Where autocast computes, and returns, another dtype: float32, or half precision of prelu.
+_PROMOTED = {"pow", "exp", "log", "reciprocal", "rsqrt", "softplus", "prelu"}
 
 # Kernels of eager where it is not one.
 _KERNELS = {"identity": 0, "softsign": 3, "tanhshrink": 2}
@@ -377,7 +377,9 @@ def add_bias(x: Tensor, bias: Tensor) -> Tensor:
 
 def slope_for(weight: Tensor, x: Tensor) -> Tensor:
     """The weight of a PReLU, shaped to broadcast to x as F.prelu has it: along dimension 1."""
-    return weight if weight.numel() == 1 else weight.view((-1,) + (1,) * max(x.dim() - 2, 0))
+    if weight.dim() > 1 or (weight.numel() != 1 and x.dim() < 2):
+        F.prelu(x, weight)  # which says what is wrong
+    return weight if weight.numel() == 1 else weight.view((-1,) + (1,) * (x.dim() - 2))
 
 
 def prelu_by(x: Tensor, slope: Tensor) -> Tensor:
@@ -404,7 +406,7 @@ class Operation:
         in_place: whether it overwrites its first tensor.
         args, kwargs: of the function. Nodes stand for tensors.
         kernels: that eager launches for it.
-        promoted: whether autocast computes it in float32.
+        promoted: whether autocast computes it in a dtype of its own choice.
     """
 
     name: str

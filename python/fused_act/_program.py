@@ -54,7 +54,7 @@ def encode(
 
 def _source(where: str, kind: str, place: int) -> int:
     first, count = _SOURCES.get(kind, (0, 0))
-    if not 0 <= place < count:
+    if not isinstance(place, int) or not 0 <= place < count:
         known = ", ".join(f"({kind!r}, 0 to {count - 1})" for kind, (_, count) in _SOURCES.items())
         raise ValueError(f"{where} has the source {(kind, place)!r}, but there are {known}")
     return first + place

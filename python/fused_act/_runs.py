@@ -28,14 +28,16 @@ _WITH_CUDA = torch._C._dispatch_has_kernel_for_dispatch_key("fused_act::relu", "
 def admits(x: Tensor, *operands: Tensor) -> bool:
     """Whether eager's result has the shape and dtype of x, and the kernels take these tensors."""
     dtype = x.dtype
-    if type(x) not in _TENSORS or dtype not in _FLOATS or x.layout != torch.strided or x.ndim > _MAX_DIMS:
+    if type(x) not in _TENSORS or dtype not in _FLOATS or x.layout != torch.strided or x.is_nested:
+        return False
+    if x.ndim > _MAX_DIMS:
         return False
     if not (x.is_cpu or (x.is_cuda and _WITH_CUDA) or x.is_meta):
         return False
     if operands:
         shape = x.shape
         for o in operands:
-            if type(o) not in _TENSORS or o.layout != torch.strided:
+            if type(o) not in _TENSORS or o.layout != torch.strided or o.is_nested:
                 return False
             if o.dtype != dtype and (o.ndim or not shape or o.dtype not in _FLOATS):
                 return False
@@ -50,6 +52,15 @@ def admits(x: Tensor, *operands: Tensor) -> bool:
                     if size != 1 and size != shape[k]:
                         return False
     return True
+
+
+def same_dtype(*tensors: Tensor) -> bool:
+    return all([t.dtype == tensors[0].dtype for t in tensors])
+
+
+def cannot_be_saved(*tensors: Tensor) -> bool:
+    """Whether autograd would refuse to keep one, which eager may not ask for."""
+    return any([t.is_inference() for t in tensors]) and torch.is_grad_enabled()
 
 
 @dataclass
@@ -299,6 +310,11 @@ class _Analyser:
             raise Unlowerable("a boolean tensor would enter or leave the kernel")
         inputs = [leaf.node for leaf in leaves(e)]
         candidates = [n for n in inputs if not _small(n)] + [n for n in inputs if n.op == "get_attr"]
+        for node in nodes:
+            if self.ops[node].in_place and len(node.all_input_nodes) > 1:  # what is overwritten is not enlarged
+                target = node.all_input_nodes[0]
+                own = {leaf.node for leaf in leaves(self._expression(nodes, target))} if target in nodes else {target}
+                candidates = [n for n in candidates if n in own]
         if not candidates:
             raise Unlowerable("it has no input")
         return [(main, *lower(e, main)) for main in candidates[:3]]
@@ -355,7 +371,9 @@ class _Analyser:
         left = [(op.name, self.reasons[n]) for n, op in self.ops.items() if n not in self.taken]
         left = [(name, why) for name, why in left if name not in hidden]
         left += [(_describe(n), why) for n, why in self.unsafe.items()]
-        kernels = sum(op.kernels for op in self.ops.values()) + len(self.unsafe)
+        others = [n for n in self.graph.nodes if n not in self.ops and n not in self.unsafe and _is_pointwise(n)]
+        left += [(_describe(n), "no step computes it with these arguments") for n in others]
+        kernels = sum(op.kernels for op in self.ops.values()) + len(self.unsafe) + len(others)
         return self._replace(runs, left, kernels)
 
     def _form(self) -> list[Run]:
@@ -423,7 +441,8 @@ class _Analyser:
         names = {node: f"x{k}" for k, node in enumerate(run.inputs)}
         arguments = ", ".join(names.values())
         scope: dict[str, Any] = {
-            "admits": admits, "original": self._original(run), "is_compiling": torch.compiler.is_compiling
+            "admits": admits, "original": self._original(run), "is_compiling": torch.compiler.is_compiling,
+            "same_dtype": same_dtype, "cannot_be_saved": cannot_be_saved,
         }  # fmt: skip
         # A trace of torch.compile takes the way through torch.ops.
         lines = [
@@ -433,12 +452,12 @@ class _Analyser:
             f"        result = remembered({arguments})",
             "        if result is not NotImplemented:",
             "            return result",
+            f"        if cannot_be_saved({arguments}):",
+            f"            return original({arguments})",
         ]
-        guard = ""
-        if any(self.ops[n].promoted for n in run.nodes):
-            scope["autocasts"] = torch.is_autocast_enabled
-            guard = " and not autocasts()"  # which would compute and return float32
         calls = []
+        e = self._expression(set(run.nodes), run.nodes[-1])
+        of_masks = _only_in_masks(e)
         # Eager's kernel of F.hardswish, and so the step, holds 1/6 in float32 on CUDA; x * relu6(x + 3) / 6 does not.
         approximate = any(self.ops[n].name == "relu6" for n in run.nodes)
         scope["float64"] = torch.float64
@@ -448,7 +467,14 @@ class _Analyser:
                 exact = f" and not ({names[main]}.is_cuda and {names[main]}.dtype is float64)"
             # A layer adds its own bias in the dtype of its result, whatever the bias has.
             checked = [names[o] for o in run.inputs if o is not main and not self._belongs_to_layer(o)]
-            call = _Call(main, steps, operands)
+            call = _Call(main, steps, operands, of_masks)
+            guard = ""
+            strict = [names[n] for n in _typed(e, main) if not self._belongs_to_layer(n)]
+            if strict:
+                guard += f" and same_dtype({', '.join(dict.fromkeys([names[main], *strict]))})"
+            if any(self.ops[n].promoted for n in run.nodes):
+                scope["autocasts"] = torch.is_autocast_enabled
+                guard += f" and not autocasts({names[main]}.device.type)"  # which would return another dtype
             run.kernel = run.kernel or call.description
             calls.append(call.open(run.inputs))
             lines += [
@@ -494,8 +520,65 @@ def compiled(graph: fx.Graph, has_self: bool = True) -> Callable:
     return scope["forward"]
 
 
+def _is_pointwise(node: fx.Node) -> bool:
+    """Whether PyTorch says so of the operation that a node calls by its name."""
+    if node.op not in ("call_function", "call_method") or _pointwise._is_shape(node):
+        return False
+    packet = getattr(torch.ops.aten, _describe(node).strip("_"), None)
+    overloads = packet.overloads() if isinstance(packet, torch._ops.OpOverloadPacket) else ()
+    return any(torch.Tag.pointwise in getattr(packet, name).tags for name in overloads)
+
+
 def _describe(node: fx.Node) -> str:
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+
+
+def _only_in_masks(root: Expr) -> set[fx.Node]:
+    """Tensors that are compared and nothing else: no gradient goes to them, and in eager nothing depends on whether
+    they require one."""
+    found: dict[fx.Node, bool] = {}
+    seen: set[tuple[Expr, bool]] = set()
+
+    def visit(e: Expr, masked: bool) -> None:
+        if (e, masked) in seen:
+            return
+        seen.add((e, masked))
+        if not e.step:
+            found[e.node] = found.get(e.node, True) and masked
+        for a in e.args:
+            visit(a, masked or e.is_mask)
+
+    visit(root, root.is_mask)
+    return {node for node, masked in found.items() if masked}
+
+
+def _typed(root: Expr, main: fx.Node) -> list[fx.Node]:
+    """Tensors that must have x's dtype, those of no dimensions too: what is compared, and what is computed of them
+    before ``main`` is reached, eager computes in their own. And the weight of a PReLU, which it does not promote."""
+    found: list[fx.Node] = []
+    for e in _inner(root):
+        below = [leaf.node for leaf in leaves(e)]
+        if e.is_mask:
+            return [leaf.node for leaf in leaves(root)]
+        if main not in below:
+            found += below
+        if e.step == "PRelu":
+            found += [leaf.node for leaf in leaves(e.args[1])]
+    return list(dict.fromkeys(found))
+
+
+def _inner(root: Expr) -> list[Expr]:
+    """The steps of an expression."""
+    found: dict[Expr, None] = {}
+
+    def visit(e: Expr) -> None:
+        if e.step and e not in found:
+            found[e] = None
+            for a in e.args:
+                visit(a)
+
+    visit(root)
+    return list(found)
 
 
 # Operators of the catalogue by their steps. Compiled, so faster than a program in half precision.
@@ -512,9 +595,10 @@ def _named(steps: list[tuple]) -> str | None:
 class _Call:
     """A call of the operator that computes some steps, its arguments in order: a node, a list of those, or a value."""
 
-    def __init__(self, x: fx.Node, steps: list[tuple], operands: list[fx.Node]) -> None:
+    def __init__(self, x: fx.Node, steps: list[tuple], operands: list[fx.Node], detached: set[fx.Node]) -> None:
         named = _named(steps)
         self.name = named or "chain"
+        self.detached = detached
         if named:
             self.description = named
             self.arguments: list[Any] = [x]
@@ -530,21 +614,27 @@ class _Call:
         """The source, which finds the operator and the values in ``scope``."""
         scope[f"operator_{k}"] = getattr(torch.ops.fused_act, self.name).default
         given = []
+
+        def tensor(node: fx.Node) -> str:
+            return f"{names[node]}.detach()" if node in self.detached else names[node]
+
         for n, a in enumerate(self.arguments):
             if isinstance(a, fx.Node):
-                given.append(names[a])
+                given.append(tensor(a))
             elif n == 1 and self.name == "chain":
-                given.append(f"[{', '.join(names[o] for o in a)}]")
+                given.append(f"[{', '.join(map(tensor, a))}]")
             else:
                 scope[f"value_{k}_{n}"] = a
                 given.append(f"value_{k}_{n}")
         return f"operator_{k}({', '.join(given)})"
 
     def open(self, inputs: list[fx.Node]) -> tuple[str, list[Any]]:
-        """The operator's name and its arguments, with {k} for input k."""
+        """The operator's name and its arguments, with {k} for input k, frozenset({k}) where it is detached."""
 
         def place(a: Any) -> Any:
-            return {inputs.index(a)} if isinstance(a, fx.Node) else a
+            if not isinstance(a, fx.Node):
+                return a
+            return (frozenset if a in self.detached else set)([inputs.index(a)])
 
         return self.name, [
             [place(o) for o in a] if n == 1 and self.name == "chain" else place(a) for n, a in enumerate(self.arguments)

@@ -260,7 +260,7 @@ FUSED_ACT_FN N clamp_by(const N& x, const N& bound) {
   if constexpr (is_dual<N>::value) {
     using B = Arithmetic<decltype(base(x))>;
     const auto v = base(x), c = base(bound);
-    const auto value = extreme<least>(x.value, bound.value);
+    const auto value = clamp_by<least>(x.value, bound.value);
     const auto same = [](const auto& t) { return t; };
     return add(chain_rule(x, value, least ? B::less_equal(v, c) : B::less_equal(c, v), same),
                chain_rule(bound, constant<std::decay_t<decltype(value)>>(0), least ? B::less(c, v) : B::less(v, c), same));
