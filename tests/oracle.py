@@ -69,10 +69,14 @@ def clamp(x, min=None, max=None):
     """torch.clamp with the gradient that CONTRACT gives it, 1 at either bound. PyTorch 2.11 has the same, 2.14 has 0
     there: the operators do not follow the version of PyTorch. Can be differentiated any number of times."""
     inside = torch.ones_like(x, dtype=torch.bool)
-    for bound, holds in ((min, torch.ge), (max, torch.le)):
+    plain = [b.detach() if isinstance(b, torch.Tensor) else b for b in (min, max)]
+    result = torch.clamp(x.detach(), *plain)
+    for bound, holds, passes in ((min, torch.ge, torch.lt), (max, torch.le, torch.gt)):
         if bound is not None:
             inside = inside & holds(x, bound)
-    return torch.where(inside, x, torch.clamp(x.detach(), min, max))
+        if isinstance(bound, torch.Tensor):  # whose gradient at a tie and at NaN depends on the version, too
+            result = torch.where(passes(x, bound), bound, result)
+    return torch.where(inside, x, result)
 
 
 class Instead:
