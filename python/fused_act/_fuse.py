@@ -23,9 +23,6 @@ from ._trace import CONSTANTS, Untraceable, has_hooks, is_patched, is_sequential
 _MAX_PLANS = 16
 
 
-_is_compiling = torch.compiler.is_compiling
-
-
 class _Unsupported(Exception):
     """An argument that no trace can take."""
 
@@ -173,7 +170,7 @@ class FusedFunction:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         remembered = self._remembered
-        if remembered is not None and not kwargs and not _is_compiling():
+        if remembered is not None and not kwargs and not torch.compiler.is_compiling():
             result = remembered(*args)
             if result is not NotImplemented:
                 return result

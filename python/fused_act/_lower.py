@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from torch import fx
 
@@ -255,19 +256,21 @@ def lower(root: Expr, main: fx.Node) -> tuple[list[tuple], list[fx.Node]]:
     return emitter.steps, emitter.operands
 
 
-def leaves(root: Expr) -> list[Expr]:
-    """The tensors from outside that an expression reads, in the order of its evaluation."""
+def walk(root: Expr, into: Callable[[Expr], bool] = lambda e: True) -> list[Expr]:
+    """The parts of an expression in the order of its evaluation, each once; those of ``e`` only where ``into(e)``."""
     found: dict[Expr, None] = {}
-    seen: set[Expr] = set()
 
     def visit(e: Expr) -> None:
-        if e in seen:
-            return
-        seen.add(e)
-        if not e.step:
+        if e not in found:
             found[e] = None
-        for a in e.args:
-            visit(a)
+            if into(e):
+                for a in e.args:
+                    visit(a)
 
     visit(root)
     return list(found)
+
+
+def leaves(root: Expr) -> list[Expr]:
+    """The tensors from outside that an expression reads, in the order of its evaluation."""
+    return [e for e in walk(root) if not e.step]

@@ -13,7 +13,7 @@ from torch._subclasses import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from . import _C, _pointwise
-from ._lower import Builder, Unlowerable, leaves, lower
+from ._lower import Builder, Unlowerable, leaves, lower, walk
 from ._pointwise import Expr, Operation
 from ._program import encode
 from ._table import OPERATORS
@@ -175,9 +175,7 @@ class _Analyser:
         for node in self.graph.nodes:
             if node.op != "call_function" or node.target is not getattr or node.args[1] != "device":
                 continue
-            source = node.args[0]
-            while _pointwise.operation(source, self.root) and len(source.all_input_nodes) == 1:
-                [source] = source.all_input_nodes
+            source = self._origin(node.args[0], lambda n: False)
             node.replace_input_with(node.args[0], source)
 
     def _shape_slopes(self) -> None:
@@ -193,11 +191,7 @@ class _Analyser:
                 x, weight = node.args if len(node.args) == 2 else (None, None)
             if not usable or node.kwargs or not isinstance(x, fx.Node):
                 continue
-            source = x
-            while (_pointwise.operation(source, self.root) or self._keeps_dimensions(source)) and len(
-                source.all_input_nodes
-            ) == 1:
-                [source] = source.all_input_nodes
+            source = self._origin(x, self._keeps_dimensions)
             with self.graph.inserting_before(node):
                 if node.op == "call_module":
                     weight = self.graph.get_attr(f"{node.target}.weight")
@@ -205,6 +199,12 @@ class _Analyser:
                 slope = self.graph.call_function(_pointwise.slope_for, (weight, source))
                 node.replace_all_uses_with(self.graph.call_function(_pointwise.prelu_by, (x, slope)))
             self.graph.erase_node(node)
+
+    def _origin(self, node: fx.Node, through: Callable[[fx.Node], bool]) -> fx.Node:
+        """What a value is computed from by pointwise operations of one tensor, and by others that ``through`` names."""
+        while (_pointwise.operation(node, self.root) or through(node)) and len(node.all_input_nodes) == 1:
+            [node] = node.all_input_nodes
+        return node
 
     def _keeps_dimensions(self, node: fx.Node) -> bool:
         """Whether a layer's result has as many dimensions as its input."""
@@ -536,27 +536,17 @@ def _describe(node: fx.Node) -> str:
 def _only_in_masks(root: Expr) -> set[fx.Node]:
     """Tensors that are compared and nothing else: no gradient goes to them, and in eager nothing depends on whether
     they require one."""
-    found: dict[fx.Node, bool] = {}
-    seen: set[tuple[Expr, bool]] = set()
-
-    def visit(e: Expr, masked: bool) -> None:
-        if (e, masked) in seen:
-            return
-        seen.add((e, masked))
-        if not e.step:
-            found[e.node] = found.get(e.node, True) and masked
-        for a in e.args:
-            visit(a, masked or e.is_mask)
-
-    visit(root, root.is_mask)
-    return {node for node, masked in found.items() if masked}
+    valued = {e.node for e in walk(root, lambda e: not e.is_mask) if not e.step}
+    return {leaf.node for leaf in leaves(root)} - valued
 
 
 def _typed(root: Expr, main: fx.Node) -> list[fx.Node]:
     """Tensors that must have x's dtype, those of no dimensions too: what is compared, and what is computed of them
     before ``main`` is reached, eager computes in their own. And the weight of a PReLU, which it does not promote."""
     found: list[fx.Node] = []
-    for e in _inner(root):
+    for e in walk(root):
+        if not e.step:
+            continue
         below = [leaf.node for leaf in leaves(e)]
         if e.is_mask:
             return [leaf.node for leaf in leaves(root)]
@@ -565,20 +555,6 @@ def _typed(root: Expr, main: fx.Node) -> list[fx.Node]:
         if e.step == "PRelu":
             found += [leaf.node for leaf in leaves(e.args[1])]
     return list(dict.fromkeys(found))
-
-
-def _inner(root: Expr) -> list[Expr]:
-    """The steps of an expression."""
-    found: dict[Expr, None] = {}
-
-    def visit(e: Expr) -> None:
-        if e.step and e not in found:
-            found[e] = None
-            for a in e.args:
-                visit(a)
-
-    visit(root)
-    return list(found)
 
 
 # Operators of the catalogue by their steps. Compiled, so faster than a program in half precision.
