@@ -68,17 +68,17 @@ struct SavedInput {
   at::Tensor unpack(const NodePtr& node, const at::Tensor& grad) const {
     return by_value ? value.unpack(node) : unread(grad, sizes, strides, options);
   }
+  static bool same(c10::SymIntArrayRef a, c10::SymIntArrayRef b) {
+    const auto equal = [](const c10::SymInt& m, const c10::SymInt& n) {
+      const auto x = m.maybe_as_int(), y = n.maybe_as_int();  // of what is traced no guard is asked for
+      return x && y && *x == *y;
+    };
+    return std::equal(a.begin(), a.end(), b.begin(), b.end(), equal);
+  }
   // A tensor of that layout, whose elements are never read: the incoming gradient where that has it, so that nothing is
   // allocated.
   static at::Tensor unread(const at::Tensor& grad, c10::SymIntArrayRef sizes, c10::SymIntArrayRef strides,
                            const c10::TensorOptions& options) {
-    const auto same = [](c10::SymIntArrayRef a, c10::SymIntArrayRef b) {
-      const auto equal = [](const c10::SymInt& m, const c10::SymInt& n) {
-        const auto x = m.maybe_as_int(), y = n.maybe_as_int();  // of what is traced no guard is asked for
-        return x && y && *x == *y;
-      };
-      return std::equal(a.begin(), a.end(), b.begin(), b.end(), equal);
-    };
     const bool usable = grad.defined() && grad.scalar_type() == c10::typeMetaToScalarType(options.dtype()) &&
                         grad.device() == options.device() && same(grad.sym_sizes(), sizes) &&
                         same(grad.sym_strides(), strides);
@@ -100,8 +100,8 @@ struct SavedInput {
 // `a` holds what was saved. A free function: compiled autograd runs it without the Node.
 class Derivative {
  public:
-  Derivative(const Operator& op, Mode mode, const variable_list& grads, const std::vector<bool>& needed)
-      : op_(op), mode_(mode), grads_(grads), needed_(needed) {}
+  Derivative(const Operator& op, Mode mode, bool coded, const variable_list& grads, const std::vector<bool>& needed)
+      : op_(op), mode_(mode), coded_(coded), grads_(grads), needed_(needed) {}
 
   variable_list of(Arguments a) const {
     variable_list result(needed_.size());
@@ -120,6 +120,14 @@ class Derivative {
         break;
       case Mode::double_backward:
         third_derivative(op_);
+      case Mode::coded_backward:
+        coded_backward(a, result);
+        break;
+      case Mode::coded_jvp:
+        coded_jvp(a, result);
+        break;
+      case Mode::coded:  // whose Node is that of forward
+        TORCH_INTERNAL_ASSERT(false);
     }
     return result;
   }
@@ -129,7 +137,31 @@ class Derivative {
   void forward(Arguments& a, variable_list& result) const {
     a.g = grads_[0];
     std::copy(needed_.begin(), needed_.end(), a.asked);
-    result = call(op_, Mode::backward, a);
+    if (!coded_) {
+      result = call(op_, Mode::backward, a);
+      return;
+    }
+    // A residual's gradient is often that of x, or grad_output itself: then it is that tensor, as a sum's is in ATen.
+    SameGradient same[kMaxOperands] = {};
+    for (int k = 0; k < op_.operands; ++k) {
+      const at::Tensor& operand = a.operand[k];
+      if (!needed_[1 + k] || !operand.defined() || !lies_as(operand, a.x)) continue;
+      same[k] = same_gradient(op_, a, k);
+      if (same[k] == SameGradient::as_grad_output && !lies_as(operand, a.g)) same[k] = SameGradient::none;
+      if (same[k] == SameGradient::as_x && !needed_[0]) same[k] = SameGradient::none;
+      if (same[k] != SameGradient::none) a.asked[1 + k] = false;
+    }
+    if (std::count(a.asked, a.asked + needed_.size(), true)) result = call(op_, Mode::coded_backward, a);
+    for (int k = 0; k < op_.operands; ++k) {
+      if (same[k] == SameGradient::as_x) result[1 + k] = result[0];
+      if (same[k] == SameGradient::as_grad_output) result[1 + k] = a.g;
+    }
+  }
+  // Same shape, strides, dtype and device; false where that is not known.
+  static bool lies_as(const at::Tensor& t, const at::Tensor& other) {
+    return t.scalar_type() == other.scalar_type() && t.device() == other.device() &&
+           SavedInput::same(t.sym_sizes(), other.sym_sizes()) &&
+           SavedInput::same(t.sym_strides(), other.sym_strides()) && other.is_non_overlapping_and_dense();
   }
 
   // Inputs g, x, operands; outputs gx and a gradient for each operand, whose cotangents are the direction.
@@ -164,8 +196,34 @@ class Derivative {
     }
   }
 
+  // The same of codes. What they give is linear in g and in the direction, and constant in x and the operands.
+  void coded_backward(Arguments& a, variable_list& result) const {
+    a.u = grads_[0];
+    for (int k = 0; k < op_.operands; ++k) a.v[k] = grads_[1 + k];
+    if (needed_[0]) result[0] = call(op_, Mode::coded_jvp, a)[0];
+    zeros(a, 1, result);
+  }
+  void coded_jvp(Arguments& a, variable_list& result) const {
+    a.g = grads_[0];
+    const auto middle = needed_.begin() + 1 + op_.operands;
+    if (std::count(middle, needed_.end(), true)) {
+      std::copy(middle, needed_.end(), a.asked);
+      const variable_list linear = call(op_, Mode::coded_backward, a);
+      std::copy(linear.begin(), linear.end(), result.begin() + 1 + op_.operands);
+    }
+    zeros(a, 0, result);
+  }
+  // The gradients of x and the operands, from place `first` on.
+  void zeros(const Arguments& a, int first, variable_list& result) const {
+    for (int n = 0; n <= op_.operands; ++n) {
+      const at::Tensor& like = n ? a.operand[n - 1] : a.x;
+      if (needed_[first + n] && like.defined()) result[first + n] = at::zeros_like(like);
+    }
+  }
+
   const Operator& op_;
   const Mode mode_;
+  const bool coded_;
   const variable_list& grads_;
   const std::vector<bool>& needed_;
 };
@@ -180,6 +238,9 @@ struct FusedNode final : Node {
       : Node(std::move(edges)), op(op), mode(mode), constants(constants) {}
 
   std::string name() const override { return "FusedAct_" + op.name + kModeSuffixes[int(mode)]; }
+
+  // Whether the codes are saved, and neither x nor an operand.
+  bool coded = false;
 
   // In place x is gone, and the result is saved in its stead: additions before the last step are undone by adding zeros.
   bool from_output = false;
@@ -197,14 +258,19 @@ struct FusedNode final : Node {
     const bool packed = op.packing != Packing::none;
     const uint32_t x_bits = input::x | (packed ? input::operand(0) : 0);
     const uint32_t u_bits = input::u | (packed ? input::v(0) : 0);
-    inputs.reserve(3 + 2 * op.operands);
+    inputs.reserve(4 + 2 * op.operands);
     full(&Arguments::x, x_bits);
     if (mode == Mode::backward) full(&Arguments::g, input::g);
     for (int k = 0; k < op.operands; ++k) operand(k);
-    if (mode == Mode::jvp) {
+    if (mode == Mode::jvp || mode == Mode::coded_jvp) {
       full(&Arguments::u, u_bits);
       for (int k = 0; k < op.operands; ++k) direction(k);
     }
+    if (reads_codes(mode)) save_codes(a.codes);
+  }
+  void save_codes(const at::Tensor& codes) {
+    inputs.emplace_back().place = {&Arguments::codes};
+    inputs.back().save(codes, true);
   }
 
   // Two threads may run backward through one graph: what is saved is read and released under the Node's lock.
@@ -220,6 +286,16 @@ struct FusedNode final : Node {
     static_cast<Constants&>(a) = constants;
     for (const SavedInput& s : inputs) s.place.in(a) = s.unpack(getptr(), grad);
     if (from_output) to_zero(op, a);
+    // The graph goes on from x and the operands as it would if they had been saved.
+    if (coded && at::GradMode::is_enabled()) {
+      const auto connect = [&](at::Tensor& t, int n) {
+        if (!t.defined() || !next_edge(n).is_valid()) return;
+        t = t.detach();
+        torch::autograd::impl::set_gradient_edge(t, next_edge(n));
+      };
+      connect(a.x, 0);
+      for (int k = 0; k < op.operands; ++k) connect(a.operand[k], 1 + k);
+    }
     return a;
   }
   static void to_zero(const Operator& op, Arguments& a) {
@@ -234,7 +310,7 @@ struct FusedNode final : Node {
   }
 
   variable_list apply(variable_list&& grads) override {
-    return Derivative(op, mode, grads, needed()).of(unpack(grads[0]));
+    return Derivative(op, mode, coded, grads, needed()).of(unpack(grads[0]));
   }
 
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
@@ -244,6 +320,7 @@ struct FusedNode final : Node {
     args.collect(constants.program);
     args.collect(constants.program_scalars);
     args.collect(from_output);
+    args.collect(coded);
     for (const std::optional<double>& s : constants.scalars) {
       args.collect(s.has_value());
       args.collect(s.value_or(0));
@@ -289,8 +366,8 @@ struct FusedNode final : Node {
     };
     std::vector<Recipe> recipes;
     for (const SavedInput& s : inputs) recipes.push_back({s.place, s.by_value, s.options});
-    auto function = [&op = op, mode = mode, constants = constants, from_output = from_output, recipes,
-                     needed = needed()](
+    auto function = [&op = op, mode = mode, constants = constants, from_output = from_output, coded = coded,
+                     recipes, needed = needed()](
                         const variable_list& grads, const std::vector<c10::IValue>& values) {
       compiled::PackedArgs packed(values);
       Arguments a;
@@ -305,7 +382,7 @@ struct FusedNode final : Node {
         }
       }
       if (from_output) to_zero(op, a);
-      return Derivative(op, mode, grads, needed).of(a);
+      return Derivative(op, mode, coded, grads, needed).of(a);
     };
     const auto& python = compiled::getPyCompilerInterface();
     const std::string bound = python->bind_function(saved.get_py_compiler(), name(), function, types,
@@ -335,6 +412,7 @@ std::vector<const at::Tensor*> differentiable(const Operator& op, Mode mode, con
 
 // The inputs that the Node will read to give the gradients that can be asked of it.
 uint32_t inputs_read(const Operator& op, Mode mode, const Arguments& a) {
+  if (mode == Mode::double_backward || reads_codes(mode)) return 0;  // the Node of the former only raises
   const Program program = op.fixed ? op.program : steps_of(op, a).program;
   const auto of = [&](Mode mode) { return op.fixed ? op.dependencies[int(mode)] : dependencies_of(program, mode); };
   const Dependencies first = of(Mode::backward), second = of(Mode::double_backward);
@@ -376,7 +454,13 @@ std::vector<at::Tensor> tangents(const Operator& op, Mode mode, const Arguments&
   }
   bool moves = t.u.defined();  // does the point itself move?
   for (int k = 0; k < op.operands; ++k) moves |= t.v[k].defined();
-  if (mode == Mode::forward) return call(op, Mode::jvp, t);
+  if (reads_codes(mode)) {  // linear in g and in the direction
+    p.g = tangent_of(a.g);
+    p.u = tangent_of(a.u);
+    for (int k = 0; k < op.operands; ++k) p.v[k] = tangent_of(a.v[k]);
+    return call(op, mode, p);
+  }
+  if (mode == Mode::forward || mode == Mode::coded) return call(op, Mode::jvp, t);
 
   std::vector<at::Tensor> result(count_outputs(op, mode));
   const auto accumulate = [&](size_t n, const at::Tensor& term) {
@@ -439,6 +523,11 @@ std::vector<at::Tensor> tangents(const Operator& op, Mode mode, const Arguments&
   return result;
 }
 
+// Whether a transform of torch.func is under way: those see the operators that they have rules for.
+bool in_torch_func() {
+  return c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerBackMode);
+}
+
 void run_autograd(const Operator& op, Mode mode, const c10::OperatorHandle& handle, c10::DispatchKeySet keys,
                   torch::jit::Stack* stack) {
   const auto below = [&] {
@@ -461,22 +550,41 @@ void run_autograd(const Operator& op, Mode mode, const c10::OperatorHandle& hand
   if (!requires_grad && !has_tangents) return below();
 
   const Arguments a = unpack(op, mode, *stack);
+  bool coded = mode == Mode::coded;
+  const Mode differentiated = coded ? Mode::forward : mode;
   decltype(make_node<FusedNode>(static_cast<NodePtr*>(nullptr), op, mode, a, edge_list())) node;
   if (requires_grad) {
     edge_list edges;
-    const auto inputs = differentiable(op, mode, a);
+    const auto inputs = differentiable(op, differentiated, a);
     edges.reserve(inputs.size());
     for (const at::Tensor* t : inputs)
       edges.push_back(t->defined() ? torch::autograd::impl::gradient_edge(*t) : torch::autograd::Edge());
-    node = make_node<FusedNode>(static_cast<NodePtr*>(nullptr), op, mode, a, std::move(edges));
-    if (mode != Mode::double_backward) node->save(a, inputs_read(op, mode, a));  // whose Node only raises
+    node = make_node<FusedNode>(static_cast<NodePtr*>(nullptr), op, differentiated, a, std::move(edges));
+    uint32_t read = inputs_read(op, differentiated, a);
+    if (mode == Mode::forward && (read & ~input::g) && !has_tangents && !in_torch_func()) {
+      uint32_t asked = a.x.requires_grad();
+      for (int k = 0; k < op.operands; ++k)
+        if (a.operand[k].defined() && a.operand[k].requires_grad()) asked |= 2u << k;
+      coded = should_code(op, a, asked);
+    }
+    if (coded) read = 0;
+    node->coded = coded;
+    node->save(a, read);
   }
-  below();
-  const int outputs = count_outputs(op, mode);
+  if (coded && mode == Mode::forward) {  // which takes the same arguments
+    at::AutoDispatchBelowADInplaceOrView guard;
+    op.handles[int(Mode::coded)]->redispatchBoxed(keys & c10::after_autograd_keyset, stack);
+  } else {
+    below();
+  }
+  if (coded && node) node->save_codes(stack->back().toTensor());
+  if (coded && mode == Mode::forward) stack->pop_back();
+  const int outputs = mode == Mode::coded ? 1 : count_outputs(op, mode);  // that can be differentiated
   std::vector<at::Tensor> out;
-  for (const c10::IValue& value : torch::jit::last(*stack, outputs)) out.push_back(value.isTensor() ? value.toTensor() : at::Tensor());
+  for (const c10::IValue& value : torch::jit::last(*stack, count_outputs(op, mode)))
+    out.push_back(value.isTensor() ? value.toTensor() : at::Tensor());
   if (node) {
-    for (const at::Tensor& t : out) torch::autograd::set_history(t, node);
+    for (int n = 0; n < outputs; ++n) torch::autograd::set_history(out[n], node);
     announce(NodePtr(node), 0);
   }
   if (has_tangents) {

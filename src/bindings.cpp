@@ -94,12 +94,16 @@ const char* schema_type(const Parameter& p) {
   return p.optional ? "float? " : "float ";
 }
 
+bool has_output_mask(const Operator& op, Mode mode) {
+  return mode == Mode::double_backward || (has_operand_gradients(mode) && op.operands > 0);
+}
+
 std::string make_schema(const Operator& op, Mode mode, bool in_place = false) {
-  std::string s = op.name + (in_place ? "_" : kModeSuffixes[int(mode)]) + "(";
+  std::string s = (in_place ? op.name + "_" : name_of(op, mode)) + "(";
   if (has_operand_gradients(mode)) s += "Tensor grad_output, ";
   s += (in_place ? "Tensor(a!) " : "Tensor ") + op.input;
   // A default is only legal where every later argument has one too; modes that append others drop it.
-  const bool appends = mode == Mode::double_backward;
+  const bool appends = mode == Mode::double_backward || reads_codes(mode);
   if (op.listed) s += ", Tensor[] operands, int[] program, float[] scalars";
   for (const Parameter& p : op.parameters) {
     if (op.listed) break;
@@ -107,18 +111,18 @@ std::string make_schema(const Operator& op, Mode mode, bool in_place = false) {
     if (!p.default_text.empty() && !appends) s += "=" + p.default_text;
   }
   if (op.dim) s += ", int dim" + (appends ? "" : "=" + std::to_string(*op.dim));
+  if (reads_codes(mode)) s += ", Tensor codes";
   if (has_direction(mode)) {
-    const std::string suffix = mode == Mode::jvp ? "=None" : "";
-    const auto name = [&](const std::string& of) {
-      return mode == Mode::jvp ? of + "_tangent" : "grad_grad_" + of;
-    };
+    const bool jvp = mode != Mode::double_backward;
+    const std::string suffix = jvp ? "=None" : "";
+    const auto name = [&](const std::string& of) { return jvp ? of + "_tangent" : "grad_grad_" + of; };
     s += ", Tensor? " + name(op.input) + suffix;
     for (int k = 0; k < op.operands; ++k) s += ", Tensor? " + name(op.operand_name(k)) + suffix;
   }
   const int outputs = count_outputs(op, mode);
-  if (mode == Mode::double_backward || (mode == Mode::backward && op.operands)) {
+  if (has_output_mask(op, mode)) {
     s += ", bool[" + std::to_string(outputs) + "] output_mask";
-    if (mode == Mode::backward) {
+    if (mode != Mode::double_backward) {
       s += "=[";
       for (int n = 0; n < outputs; ++n) s += n ? ", True" : "True";
       s += "]";
@@ -127,7 +131,9 @@ std::string make_schema(const Operator& op, Mode mode, bool in_place = false) {
   if (in_place) return s + ") -> Tensor(a!)";
   s += ") -> (";
   if (mode == Mode::double_backward) s += "Tensor grad_grad_output, ";
-  if (mode == Mode::forward || mode == Mode::jvp) {
+  if (mode == Mode::coded) {
+    s += "Tensor, Tensor codes";
+  } else if (!has_operand_gradients(mode)) {
     s += "Tensor";
   } else {
     s += "Tensor grad_" + op.input;
@@ -162,7 +168,8 @@ Operator describe(const char* name, const char* parameters, const char* expressi
     std::copy_n(steps.scalars, op.scalars, op.absent);
     for (int m = 0; m < kModes; ++m) op.dependencies[m] = dependencies(op.program, Mode(m));
   }
-  for (int m = 0; m < kModes; ++m) op.schemas[m] = make_schema(op, Mode(m));
+  for (int m = 0; m < (op.packing == Packing::none ? kAllModes : kModes); ++m)
+    op.schemas[m] = make_schema(op, Mode(m));
   if (op.packing == Packing::none && !op.listed) op.in_place_schema = make_schema(op, Mode::forward, true);
   return op;
 }
@@ -457,20 +464,112 @@ const Dependencies& dependencies_of(const Program& program, Mode mode) {
   return entry.of[int(mode)];
 }
 
+// ---- codes --------------------------------------------------------------------------------------------------------
+
+namespace {
+
+// Elements from which on codes are saved: two thirds of a microsecond are what another tensor takes.
+constexpr int64_t kWorthCodes = 1 << 14;
+// Programs index with 32 bits where they write codes.
+constexpr int64_t kMostCoded = (int64_t(1) << 31) - (1 << 16);
+
+Coding find_coding(const Program& program, const double* scalars) {
+  Coding c{find_codes<false>(program, scalars), find_codes<true>(program, scalars)};
+  const int codes = c.cpu.codes && c.cuda.codes ? std::max(c.cpu.codes, c.cuda.codes) : 0;
+  c.cpu.codes = c.cuda.codes = codes;
+  return c;
+}
+
+// A fixed operator's program with the call's scalars.
+Steps fixed_steps(const Operator& op, const Arguments& a) {
+  Steps steps;
+  steps.program = op.program;
+  for (int s = 0; s < op.scalars; ++s) steps.scalars[s] = a.scalars[s] ? *a.scalars[s] : op.absent[s];
+  return steps;
+}
+
+}  // namespace
+
+const Coding& coding_of(const Operator& op, const Arguments& a) {
+  struct Known {
+    Steps steps;
+    Coding coding;
+    bool filled = false;
+  };
+  constexpr size_t kPrograms = 64;
+  thread_local std::vector<Known> table(kPrograms);
+  const Steps steps = op.fixed ? fixed_steps(op, a) : steps_of(op, a);
+  const Program& program = steps.program;
+  size_t hash = program.length;
+  const auto mix = [&](uint64_t word) { hash = (hash ^ word) * 0x9e3779b97f4a7c15u + (hash >> 17); };
+  int scalars = 0;
+  for (int n = 0; n < program.length; ++n) {
+    const Instruction& i = program.instruction[n];
+    mix(uint32_t(i.code) << 16 | i.source << 8 | i.scalar);
+    if (i.code < Code::save) scalars += kKnownSteps[int(i.code)].scalars;
+  }
+  for (int s = 0; s < scalars; ++s) {
+    uint64_t bits;
+    memcpy(&bits, steps.scalars + s, sizeof bits);
+    mix(bits);
+  }
+  Known& entry = table[hash % kPrograms];
+  const auto same = [](const Instruction& x, const Instruction& y) {
+    return x.code == y.code && x.source == y.source && x.scalar == y.scalar;
+  };
+  const Instruction* first = program.instruction;
+  if (!entry.filled || entry.steps.program.length != program.length ||
+      !std::equal(first, first + program.length, entry.steps.program.instruction, same) ||
+      memcmp(entry.steps.scalars, steps.scalars, scalars * sizeof(double)) != 0) {
+    entry.steps = steps;
+    entry.coding = find_coding(program, steps.scalars);
+    entry.filled = true;
+  }
+  return entry.coding;
+}
+
+static c10::SymInt count_code_words(const Coding& coding, const at::Tensor& x) {
+  return code_words(x.sym_numel()) * coding.cpu.bits();
+}
+
+bool should_code(const Operator& op, const Arguments& a, uint32_t asked) {
+  const auto dtype = a.x.scalar_type();
+  if (op.packing != Packing::none || (dtype != at::kFloat && dtype != at::kHalf && dtype != at::kBFloat16)) return false;
+  const std::optional<int64_t> numel = a.x.sym_numel().maybe_as_int();
+  if (numel && (*numel < kWorthCodes || *numel > kMostCoded)) return false;
+  return (asked & ~coding_of(op, a).known()) == 0;
+}
+
+SameGradient same_gradient(const Operator& op, const Arguments& a, int k) {
+  const Coding& coding = coding_of(op, a);
+  const auto all = [&](auto f) { return f(coding.cpu) && f(coding.cuda); };
+  const int from = (1 + k) * kMaxCodes;
+  constexpr uint32_t every = (1u << kMaxCodes) - 1;
+  const auto ones = [&](const CodeTable& t) {
+    const uint32_t there = (1u << t.codes) - 1;
+    return (t.active >> from & there) == there &&
+           std::all_of(t.value + from, t.value + from + t.codes, [](double v) { return v == 1; });
+  };
+  const auto equal = [&](const CodeTable& t) {
+    return (t.active >> from & every) == (t.active & every) &&
+           std::equal(t.value + from, t.value + from + kMaxCodes, t.value);
+  };
+  return !(coding.known() >> (1 + k) & 1) ? SameGradient::none
+         : all(ones)                      ? SameGradient::as_grad_output
+         : all(equal)                     ? SameGradient::as_x
+                                          : SameGradient::none;
+}
+
 // ---- arguments ------------------------------------------------------------------------------------------------
 
 int count_outputs(const Operator& op, Mode mode) {
-  return full_outputs(mode) + (has_operand_gradients(mode) ? op.operands : 0);
-}
-
-static bool has_mask(const Operator& op, Mode mode) {
-  return mode == Mode::double_backward || (mode == Mode::backward && op.operands > 0);
+  return full_outputs(mode) + (mode == Mode::coded) + (has_operand_gradients(mode) ? op.operands : 0);
 }
 
 int count_arguments(const Operator& op, Mode mode) {
   const int parameters = op.listed ? 3 : static_cast<int>(op.parameters.size());
   return has_operand_gradients(mode) + 1 + parameters + op.dim.has_value() +
-         (has_direction(mode) ? 1 + op.operands : 0) + has_mask(op, mode);
+         reads_codes(mode) + (has_direction(mode) ? 1 + op.operands : 0) + has_output_mask(op, mode);
 }
 
 Arguments unpack(const Operator& op, Mode mode, const torch::jit::Stack& stack) {
@@ -505,11 +604,12 @@ Arguments unpack(const Operator& op, Mode mode, const torch::jit::Stack& stack) 
     }
   }
   if (op.dim) a.dim = (next++)->toInt();
+  if (reads_codes(mode)) a.codes = (next++)->toTensor();
   if (has_direction(mode)) {
     a.u = optional(*next++);
     for (int k = 0; k < op.operands; ++k) a.v[k] = optional(*next++);
   }
-  if (has_mask(op, mode)) {
+  if (has_output_mask(op, mode)) {
     const auto mask = (next++)->toBoolList();
     TORCH_CHECK_VALUE(int(mask.size()) == count_outputs(op, mode), op.label(), ": output_mask has ", mask.size(),
                       " elements, but there are ", count_outputs(op, mode), " outputs");
@@ -551,11 +651,12 @@ torch::jit::Stack pack(const Operator& op, Mode mode, const Arguments& a) {
     }
   }
   if (op.dim) stack.emplace_back(a.dim);
+  if (reads_codes(mode)) stack.emplace_back(a.codes);
   if (has_direction(mode)) {
     stack.push_back(optional(a.u));
     for (int k = 0; k < op.operands; ++k) stack.push_back(optional(a.v[k]));
   }
-  if (has_mask(op, mode)) {
+  if (has_output_mask(op, mode)) {
     c10::List<bool> mask;
     for (int n = 0; n < count_outputs(op, mode); ++n) mask.push_back(a.asked[n]);
     stack.emplace_back(std::move(mask));
@@ -605,7 +706,7 @@ void check_given(const Operator& op, const std::string& name, const at::Tensor& 
 }
 
 std::string direction_name(const Operator& op, Mode mode, int k) {
-  return mode == Mode::jvp ? op.operand_name(k) + "_tangent" : "grad_grad_" + op.operand_name(k);
+  return mode == Mode::double_backward ? "grad_grad_" + op.operand_name(k) : op.operand_name(k) + "_tangent";
 }
 
 void check_tensors(const Operator& op, Mode mode, const Arguments& a) {
@@ -632,7 +733,7 @@ void check_tensors(const Operator& op, Mode mode, const Arguments& a) {
     check_operand(op.operand_name(k), a.operand[k]);
     if (a.v[k].defined()) check_operand(direction_name(op, mode, k), a.v[k]);
   }
-  const bool jvp = mode == Mode::jvp;
+  const bool jvp = mode != Mode::double_backward;
   const auto like = [&](const std::string& name, const at::Tensor& t, bool like_result) {
     if (!t.defined()) return;
     TORCH_CHECK_TYPE(t.scalar_type() == a.x.scalar_type(), op.label(), ": ", name, " has dtype ", dtype_name(t),
@@ -650,6 +751,19 @@ void check_tensors(const Operator& op, Mode mode, const Arguments& a) {
   };
   like("grad_output", a.g, true);
   if (a.u.defined()) like(jvp ? op.input + "_tangent" : "grad_grad_" + op.input, a.u, false);
+  if (mode == Mode::coded || reads_codes(mode))
+    TORCH_CHECK_TYPE(a.x.scalar_type() != at::kDouble, op.label(), ": ", x_name, " has dtype ", dtype_name(a.x),
+                     ", which has no codes");
+  if (!reads_codes(mode)) return;
+  const Coding& coding = coding_of(op, a);
+  TORCH_CHECK_VALUE(coding.cpu.codes, op.label(), ": its derivatives take too many values for codes");
+  TORCH_CHECK_TYPE(a.codes.scalar_type() == at::kInt, op.label(), ": codes has dtype ", dtype_name(a.codes),
+                   ", but must be int32");
+  TORCH_CHECK(a.codes.device() == a.x.device(), op.label(), ": codes is on ", a.codes.device(), ", but ", x_name,
+              " is on ", a.x.device());
+  TORCH_CHECK_VALUE(a.codes.dim() == 1 && a.codes.sym_size(0) == count_code_words(coding, a.x), op.label(),
+                    ": codes has shape ", a.codes.sym_sizes(), ", but the codes of ", x_name, " of shape ",
+                    a.x.sym_sizes(), " are ", count_code_words(coding, a.x));
 }
 
 // Where an operand's dimensions lie among those of x.
@@ -709,7 +823,11 @@ std::vector<at::Tensor> allocate(const Operator& op, Mode mode, const Arguments&
   std::vector<at::Tensor> out(outputs);
   for (int n = 0; n < outputs; ++n) {
     if (!a.asked[n]) continue;
-    if (n >= full) {
+    if (mode == Mode::coded && n == full) {
+      const Coding& coding = coding_of(op, a);
+      TORCH_CHECK_VALUE(coding.cpu.codes, op.label(), ": its derivatives take too many values for codes");
+      out[n] = at::empty_symint({count_code_words(coding, a.x)}, a.x.options().dtype(at::kInt));
+    } else if (n >= full) {
       out[n] = empty_like_on(a.operand[n - full], a.x.device());
     } else if (n == full - 1 && has_operand_gradients(mode)) {  // the gradient of x
       out[n] = empty_like_on(a.x, a.x.device());
@@ -763,6 +881,7 @@ struct Work {
   at::Tensor narrow[kMaxOperands];               // gradients that the kernels write in the compute type
   int kept = 0;
   int reads[kMaxOperands] = {};  // of each operand by the steps of a call that gives its own
+  int place[kMaxOperands] = {};  // of an operand among those of the Request
 
   int64_t* row(const int64_t* from, int64_t n) {
     const size_t at = rows.size();
@@ -841,16 +960,18 @@ void prepare(const Operator& op, Mode mode, const Arguments& a, Work& work, bool
     r.numel /= 2;
   }
   Dependencies dependencies;
+  const Mode evaluated = mode == Mode::coded ? Mode::forward : mode;
   if (op.fixed) {
-    r.program = op.program;
-    for (int s = 0; s < op.scalars; ++s) r.scalars[s] = a.scalars[s] ? *a.scalars[s] : op.absent[s];
+    const Steps steps = fixed_steps(op, a);
+    r.program = steps.program;
+    std::copy(std::begin(steps.scalars), std::end(steps.scalars), r.scalars);
     if (is_wrong(op, r.scalars)) steps_of(op, a);  // which says what is wrong
-    dependencies = op.dependencies[int(mode)];
+    dependencies = op.dependencies[int(evaluated)];
   } else {
     const Steps steps = steps_of(op, a);
     r.program = steps.program;
     std::copy(std::begin(steps.scalars), std::end(steps.scalars), r.scalars);
-    dependencies = dependencies_of(r.program, mode);
+    dependencies = dependencies_of(r.program, evaluated);
     for (int n = 0; n < r.program.length; ++n) {
       const Instruction& i = r.program.instruction[n];
       if (i.source < kMaxOperands) ++work.reads[i.source];
@@ -891,7 +1012,7 @@ void prepare(const Operator& op, Mode mode, const Arguments& a, Work& work, bool
     to = {t.const_data_ptr(), dtype_of(t.scalar_type()), broadcast_strides(work, a.x, p, t)};
   };
   for (int k = 0; k < op.operands; ++k) {
-    const int n = op.kernel_operand(k);
+    const int n = work.place[k] = op.kernel_operand(k);
     if (a.operand[k].defined()) operand(r.operand[n], op.operand_name(k), a.operand[k], input::operand(n));
     if (a.v[k].defined()) operand(r.v[n], direction_name(op, mode, k), a.v[k], input::v(n));
     r.v_present[n] = a.v[k].defined();
@@ -916,6 +1037,11 @@ void prepare(const Operator& op, Mode mode, const Arguments& a, Work& work, bool
     }
     r.order = r.out[n].strides;
   }
+  if (mode == Mode::coded) {
+    const Coding& coding = coding_of(op, a);
+    r.table = cuda ? coding.cuda : coding.cpu;
+    r.codes = static_cast<uint32_t*>(work.out[full].mutable_data_ptr());
+  }
   if (!has_operand_gradients(mode)) return;
   for (int k = 0; k < op.operands; ++k) {
     at::Tensor to = work.out[full + k];
@@ -929,6 +1055,72 @@ void prepare(const Operator& op, Mode mode, const Arguments& a, Work& work, bool
     const Placement p = place(op, a, op.operand_name(k), to);
     r.operand_gradient[op.kernel_operand(k)] = {to.mutable_data_ptr(), dtype_of(to.scalar_type()),
                                                 broadcast_strides(work, a.x, p, to), to.numel()};
+  }
+}
+
+// The same for the modes that read codes. Of the operands the kernel has those whose gradients are asked for, or of which
+// there is a direction, one after the other; work.place says which.
+void prepare_decoding(const Operator& op, Mode mode, const Arguments& a, Work& work, bool cuda) {
+  Request& r = work.request;
+  const int64_t dims = a.x.dim();
+  work.rows.reserve((4 * kMaxOperands + 12) * dims);
+  r.mode = mode;
+  r.dtype = dtype_of(a.x.scalar_type());
+  r.ndim = static_cast<int>(dims);
+  r.sizes = a.x.sizes().data();
+  r.numel = a.x.numel();
+  const Coding& coding = coding_of(op, a);
+  const CodeTable& from = cuda ? coding.cuda : coding.cpu;
+  r.table.codes = from.codes;
+  const at::Tensor& codes = a.codes.is_contiguous() && reinterpret_cast<uintptr_t>(a.codes.const_data_ptr()) % 16 == 0
+                                ? a.codes
+                                : work.keep(a.codes.clone(at::MemoryFormat::Contiguous));
+  r.codes = static_cast<uint32_t*>(const_cast<void*>(codes.const_data_ptr()));
+  const auto column = [&](int to, int which) {
+    TORCH_INTERNAL_ASSERT(from.known >> which & 1, op.name);
+    std::copy_n(from.value + which * kMaxCodes, kMaxCodes, r.scalars + to * kMaxCodes);
+    r.table.active |= (from.active >> (which * kMaxCodes) & ((1u << kMaxCodes) - 1)) << (to * kMaxCodes);
+  };
+  work.out = allocate(op, mode, a);
+  // The codes lie as the result of forward did: as what is like x.
+  const bool dense = a.x.is_non_overlapping_and_dense();
+  const auto strides = dense ? c10::DimVector() : c10::DimVector(at::infer_dense_strides(a.x.sizes(), a.x.strides()));
+  r.order = dense ? a.x.strides().data() : work.row(strides.data(), dims);
+  if (work.out[0].defined()) r.out[0] = {work.out[0].mutable_data_ptr(), work.out[0].strides().data()};
+  if (a.g.defined()) r.g = {a.g.const_data_ptr(), a.g.strides().data()};
+  if (a.u.defined()) r.u = {a.u.const_data_ptr(), a.u.strides().data()};
+  if (work.out[0].defined()) column(0, 0);
+  for (int k = 0; k < op.operands; ++k) {
+    if (mode == Mode::coded_jvp) {
+      const at::Tensor& given = a.v[k];
+      if (!given.defined()) continue;
+      const std::string name = direction_name(op, mode, k);
+      const Placement p = place(op, a, name, given);
+      const int n = work.place[k] = r.operands++;
+      column(1 + n, 1 + k);
+      Request::Operand& v = r.v[n];
+      if (is_host_scalar(a.x, given)) {
+        v.value = given.item<double>();
+      } else {
+        const bool narrow = cuda && given.scalar_type() != a.x.scalar_type() && given.scalar_type() != compute_type(a.x);
+        const at::Tensor& t = narrow ? work.keep(given.to(compute_type(a.x))) : given;
+        v = {t.const_data_ptr(), dtype_of(t.scalar_type()), broadcast_strides(work, a.x, p, t)};
+      }
+      r.v_present[n] = true;
+      r.operand[n] = v;  // where vector kernels look for it
+    } else if (work.out[1 + k].defined()) {
+      at::Tensor to = work.out[1 + k];
+      if (r.numel == 0) {
+        to.zero_();
+        continue;
+      }
+      const int n = work.place[k] = r.operands++;
+      column(1 + n, 1 + k);
+      if (cuda && to.scalar_type() != a.x.scalar_type() && to.scalar_type() != compute_type(a.x))
+        to = work.narrow[k] = at::empty_like(to, to.options().dtype(compute_type(a.x)));
+      r.operand_gradient[n] = {to.mutable_data_ptr(), dtype_of(to.scalar_type()),
+                               broadcast_strides(work, a.x, place(op, a, op.operand_name(k), to), to), to.numel()};
+    }
   }
 }
 
@@ -977,7 +1169,11 @@ const Capability& cpu_capability() {
 }
 
 void run_cpu(const Operator& op, Mode mode, const Arguments& a, Work& work) {
-  prepare(op, mode, a, work, /*cuda=*/false, !work.out.empty());
+  if (reads_codes(mode)) {
+    prepare_decoding(op, mode, a, work, /*cuda=*/false);
+  } else {
+    prepare(op, mode, a, work, /*cuda=*/false, !work.out.empty());
+  }
   Request& r = work.request;
 
   // Operand gradients that sum over elements go through partial sums over fixed parts of the range, so that they do
@@ -1008,7 +1204,7 @@ void run_cpu(const Operator& op, Mode mode, const Arguments& a, Work& work) {
       kernel(op.index, r, geometry, range);
     };
     if (parts > 1) {
-      const int64_t length = (r.numel + parts - 1) / parts;
+      const int64_t length = ((r.numel + parts - 1) / parts + kCodeWord - 1) / kCodeWord * kCodeWord;
       at::parallel_for(0, parts, 1, [&](int64_t first, int64_t last) {
         for (int64_t part = first; part < last; ++part)
           run(std::min(part * length, r.numel), std::min((part + 1) * length, r.numel), part);
@@ -1016,10 +1212,14 @@ void run_cpu(const Operator& op, Mode mode, const Arguments& a, Work& work) {
     } else if (any_sums) {
       run(0, r.numel, 0);
     } else {
-      at::parallel_for(0, r.numel, kPart, [&](int64_t begin, int64_t end) { run(begin, end, 0); });
+      // A word of codes is one thread's.
+      at::parallel_for(0, (r.numel + kCodeWord - 1) / kCodeWord, kPart / kCodeWord, [&](int64_t begin, int64_t end) {
+        run(begin * kCodeWord, std::min(end * kCodeWord, r.numel), 0);
+      });
     }
     for (int k = 0; k < op.operands; ++k) {
-      const at::Tensor& sum = sums[op.kernel_operand(k)];
+      if (!has_operand_gradients(mode) || !work.out[full_outputs(mode) + k].defined()) continue;
+      const at::Tensor& sum = sums[work.place[k]];
       if (!sum.defined()) continue;
       // Memory order: the partial sums have the strides of the gradient.
       at::Tensor& to = work.out[full_outputs(mode) + k];
@@ -1075,6 +1275,7 @@ std::vector<Moved> lay_out_densely(const Arguments& a, Work& work, const Geometr
   };
   replace(r.x.data, r.x.strides, r.dtype, true);
   replace(r.g.data, r.g.strides, r.dtype, true);
+  replace(r.u.data, r.u.strides, r.dtype, true);
   for (int k = 0; k < r.operands; ++k) {
     Request::Operand& o = r.operand[k];
     if (o.data && !channel_form(geometry, kOperand + k).exact) replace(o.data, o.strides, o.dtype, true);
@@ -1085,9 +1286,40 @@ std::vector<Moved> lay_out_densely(const Arguments& a, Work& work, const Geometr
   return moved;
 }
 
+// Gradients that are to be summed in more ways than one pass can are computed as large as x, and summed after it.
+struct Spread {
+  at::Tensor full, to;  // `to`: of x's dimensions, 1 where it is summed
+  std::vector<int64_t> summed;
+};
+std::vector<Spread> spread_gradients(const Operator& op, const Arguments& a, Work& work) {
+  Request& r = work.request;
+  std::vector<Spread> spread;
+  for (int k = 0; k < op.operands; ++k) {
+    const at::Tensor& to = work.narrow[k].defined() ? work.narrow[k] : work.out[full_outputs(r.mode) + k];
+    if (!to.defined()) continue;
+    Request::OperandGradient& gradient = r.operand_gradient[work.place[k]];
+    if (gradient.numel == r.numel) continue;
+    std::vector<int64_t> sizes = a.x.sizes().vec(), strides(gradient.strides, gradient.strides + r.ndim), summed;
+    for (int d = 0; d < r.ndim; ++d) {
+      if (strides[d] != 0 || sizes[d] == 1) continue;
+      summed.push_back(d);
+      sizes[d] = 1;
+    }
+    const at::Tensor full = at::empty_strided(a.x.sizes(), at::IntArrayRef(r.order, r.ndim),
+                                              a.x.options().dtype(compute_type(a.x)));
+    spread.push_back({full, to.as_strided(sizes, strides), summed});
+    gradient = {full.mutable_data_ptr(), dtype_of(full.scalar_type()), work.row(full.strides().data(), r.ndim), r.numel};
+  }
+  return spread;
+}
+
 void run_cuda(const Operator& op, Mode mode, const Arguments& a, Work& work) {
   const c10::cuda::CUDAGuard guard(a.x.device());
-  prepare(op, mode, a, work, /*cuda=*/true, !work.out.empty());
+  if (reads_codes(mode)) {
+    prepare_decoding(op, mode, a, work, /*cuda=*/true);
+  } else {
+    prepare(op, mode, a, work, /*cuda=*/true, !work.out.empty());
+  }
   Request& r = work.request;
   if (r.numel > 0) {
     struct Workspace {
@@ -1111,8 +1343,14 @@ void run_cuda(const Operator& op, Mode mode, const Arguments& a, Work& work) {
       moved = lay_out_densely(a, work, geometry);
       error = fused_act::run_cuda(op.index, r, make_geometry(r), cuda);
     }
+    std::vector<Spread> spread;
+    if (error == kWantsDense && mode == Mode::coded_backward) {
+      spread = spread_gradients(op, a, work);
+      error = fused_act::run_cuda(op.index, r, make_geometry(r), cuda);
+    }
     TORCH_CHECK(!error, op.label(), ": CUDA kernel launch failed: ", error);
     for (const Moved& result : moved) result.to.copy_(result.from);
+    for (const Spread& s : spread) at::Tensor(s.to).copy_(s.full.sum(s.summed, /*keepdim=*/true));
     for (int k = 0; k < op.operands; ++k)
       if (work.narrow[k].defined()) work.out[full_outputs(mode) + k].copy_(work.narrow[k]);
   }
@@ -1205,9 +1443,10 @@ void run_batched(const Operator& op, Mode mode, const c10::OperatorHandle&, c10:
 
 TORCH_LIBRARY(fused_act, library) {
   for (Operator& op : mutable_operators()) {
-    for (int m = 0; m < kModes; ++m) {
+    for (int m = 0; m < kAllModes; ++m) {
+      if (op.schemas[m].empty()) continue;
       const Mode mode = Mode(m);
-      const std::string name = op.name + kModeSuffixes[m];
+      const std::string name = name_of(op, mode);
       library.def(torch::schema(op.schemas[m].c_str()), {at::Tag::pt2_compliant_tag});
       const auto implement = [&](c10::DispatchKey key, torch::CppFunction&& kernel) {
         library.impl(name.c_str(), torch::dispatch(key, std::move(kernel)));
@@ -1471,6 +1710,26 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     const auto kernel = std::make_shared<Kernel>(calls);
     return py::make_tuple(py::cpp_function([kernel](const py::args& given) { return (*kernel)(given); }),
                           py::cpp_function([kernel](int call, const py::args& given) { kernel->remember(call, given); }));
+  });
+  // What training saves of a program: bits an element, or the inputs that backward reads: 0 is x, 1 + k operand k.
+  module.def("_saved", [](std::vector<int64_t> program, std::vector<double> scalars, int operands) {
+    const auto listed = std::find_if(operators().begin(), operators().end(), [](const Operator& op) { return op.listed; });
+    Arguments a;
+    a.program = std::move(program);
+    a.program_scalars = std::move(scalars);
+    for (int k = 0; k < operands; ++k) a.operand[k] = at::empty({0});
+    const Dependencies d = dependencies_of(steps_of(*listed, a).program, Mode::backward);
+    uint32_t read = d.full[0], asked = 1;
+    for (int k = 0; k < operands; ++k) {
+      read |= d.operand[k];
+      asked |= 2u << k;
+    }
+    std::vector<int> inputs;
+    for (int n = 0; n <= operands; ++n)
+      if (read & (n ? input::operand(n - 1) : input::x)) inputs.push_back(n);
+    const Coding& coding = coding_of(*listed, a);
+    const bool coded = !inputs.empty() && (asked & ~coding.known()) == 0;
+    return py::make_tuple(coded ? coding.cpu.bits() : 0, inputs);
   });
   module.def("cpu_capability", [] { return cpu_capability().name; },
              "cpu_capability() -> str\n\nThe SIMD level of the CPU kernels in use: AVX512, AVX2 or DEFAULT.");

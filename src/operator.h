@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "kernels/codes.h"
 #include "kernels/dependencies.h"
 #include "kernels/pattern.h"
 
@@ -42,8 +43,8 @@ struct Operator {
   Program program;
   double absent[kMaxParameters] = {};  // a fixed operator's scalars where None is given
   Dependencies dependencies[kModes];
-  std::string schemas[kModes], in_place_schema;  // empty: no such variant
-  std::optional<c10::OperatorHandle> handles[kModes], in_place_handle;
+  std::string schemas[kAllModes], in_place_schema;  // empty: no such variant
+  std::optional<c10::OperatorHandle> handles[kAllModes], in_place_handle;
 
   std::string label() const { return "fused_act." + name; }
   const std::string& operand_name(int k) const;
@@ -62,7 +63,12 @@ namespace encoding {
 constexpr int64_t version = 1, save = -1, load = -2, none = -1;
 }
 
-constexpr const char* kModeSuffixes[kModes] = {"", "_jvp", "_backward", "_double_backward"};
+// Those of codes are autograd's own: their names begin with an underscore, and Python's table has none of them.
+constexpr const char* kModeSuffixes[kAllModes] = {"", "_jvp", "_backward", "_double_backward",
+                                                  "_coded", "_coded_backward", "_coded_jvp"};
+inline std::string name_of(const Operator& op, Mode mode) {
+  return (int(mode) < kModes ? "" : "_") + op.name + kModeSuffixes[int(mode)];
+}
 
 // The list, in its order.
 const std::vector<Operator>& operators();
@@ -73,6 +79,11 @@ const std::vector<Operator>& operators();
 //   jvp              (x, parameters..., dim, u, v...)
 //   backward         (g, x, parameters..., dim, output_mask)
 //   double backward  (g, x, parameters..., dim, u, v..., output_mask)
+//   coded            as forward; returns the codes, too
+//   coded backward   (g, x, parameters..., dim, codes, output_mask)
+//   coded jvp        (x, parameters..., dim, codes, u, v...)
+//
+// What reads codes reads neither x nor operands: of these it has the shapes and layouts.
 //
 // dim exists where the operator has operands, and so does backward's output_mask. Outputs are numbered as returned:
 // the full ones first, then a gradient for each operand. A listed operator has three lists for its parameters, and no
@@ -86,7 +97,7 @@ struct Constants {
   bool asked[2 + kMaxOperands] = {true, true, true, true, true, true};
 };
 struct Arguments : Constants {
-  at::Tensor g, x, u;
+  at::Tensor g, x, u, codes;
   at::Tensor operand[kMaxOperands], v[kMaxOperands];
 };
 
@@ -107,6 +118,23 @@ struct Steps {
 };
 Steps steps_of(const Operator&, const Arguments&);
 const Dependencies& dependencies_of(const Program&, Mode);
+
+// The codes of a call's derivatives: the same number of them on every device, since a graph that is traced on one must hold on
+// another. None where not all of its derivatives take few values on all of them.
+struct Coding {
+  CodeTable cpu, cuda;
+  uint32_t known() const { return cpu.codes ? cpu.known & cuda.known : 0; }
+};
+// Valid until the thread's next call.
+const Coding& coding_of(const Operator&, const Arguments&);
+
+// Whether the call's derivatives can be given from codes, those that `asked` says: bit 0 of x, bit 1 + k of operand k. And
+// whether that pays: of small tensors another launch would take more than it saves.
+bool should_code(const Operator&, const Arguments&, uint32_t asked);
+
+// Of a call with codes: whether the derivative with respect to operand k is always that with respect to x, or always 1.
+enum class SameGradient { none, as_x, as_grad_output };
+SameGradient same_gradient(const Operator&, const Arguments&, int k);
 
 // The autograd kernels of one dispatcher operator (autograd.cpp).
 torch::CppFunction autograd_kernel(const Operator&, Mode);

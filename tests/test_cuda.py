@@ -223,7 +223,8 @@ def test_allocates_only_results(op):
 
     size = x.numel() * x.element_size()
     used, y = peak(lambda: call(op, leaf, own))
-    assert used == size
+    coded = x.numel() >= 1 << 14 and op.name != "relu_hardswish"  # a bit or two for each element
+    assert size <= used <= size + coded * (x.numel() // 4 + 64)
     used, _ = peak(lambda: torch.autograd.grad(y, leaves, go))
     assert used <= size * 1.05 + 2**16
 

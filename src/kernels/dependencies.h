@@ -53,7 +53,7 @@ inline Dependencies dependencies(const Program& program, Mode mode) {
       return trace::dependencies<Mode::jvp>(program);
     case Mode::backward:
       return trace::dependencies<Mode::backward>(program);
-    case Mode::double_backward:
+    default:
       break;
   }
   return trace::dependencies<Mode::double_backward>(program);

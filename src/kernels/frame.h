@@ -44,6 +44,16 @@ struct Frame {
   }
   static constexpr int kScalars = 10;
   FUSED_ACT_FN bool has(Place place) const { return present >> place & 1; }
+
+  // Whether there is a kernel for backward: x * a + b + c, the activation, a gain, and * c or + c, no operand twice.
+  bool has_sweep() const {
+    constexpr uint32_t places = 1u << scale | 1u << bias | 1u << addend | 1u << activation | 1u << gain | 1u << product |
+                                1u << sum;
+    for (int k = 0; k < kMaxOperands; ++k)
+      for (int n = 0; n < k; ++n)
+        if (operand[k] != kNone && operand[k] == operand[n]) return false;
+    return (present & ~places) == 0;
+  }
 };
 
 // `pairs`: x and the large operand are the halves of pairs.
@@ -100,6 +110,49 @@ struct Framed {
     }
     return x;
   }
+
+  // Of the frames that Frame::has_sweep names: with more places their slopes would not fit in the registers.
+  template <class N, class Source, class Give, class Memory>
+  FUSED_ACT_FN Swept<N> sweep(const N& x, const Source& source, const Give& give, const Scalar<compute_t<N>>* scalars,
+                              Memory&) const {
+    using A = Arithmetic<N>;
+    const auto always = A::mask(true);
+    const auto operand = [&](Frame::Place place) FUSED_ACT_LAMBDA { return source(Frame::operand_of(place)); };
+    N v = x, scale = x;
+    if (frame.has(Frame::scale)) {
+      scale = operand(Frame::scale);
+      v = mul(v, scale);
+    }
+    if (frame.has(Frame::bias)) v = add(v, operand(Frame::bias));
+    if (frame.has(Frame::addend)) v = add(v, operand(Frame::addend));
+    const auto d = Evaluator<N>::template linearize<Activation>(v, v, scalars + Frame::scalar_of(Frame::activation));
+    v = d.value;
+    Cotangent<N> c = Cotangent<N>::one();
+    if (frame.has(Frame::gain)) {
+      const Scalar<compute_t<N>>* gain = scalars + Frame::scalar_of(Frame::gain);
+      v = fused_act::scale(v, gain->value);
+      if (frame.has(Frame::product)) {
+        give(Frame::operand_of(Frame::product), Cotangent<N>{v, always});
+        c.value = operand(Frame::product);
+      }
+      c.value = fused_act::scale(c.value, gain->value);
+    } else if (frame.has(Frame::product)) {
+      give(Frame::operand_of(Frame::product), Cotangent<N>{v, always});
+      c.value = operand(Frame::product);
+    }
+    if (frame.has(Frame::sum)) {
+      v = add(v, operand(Frame::sum));
+      give(Frame::operand_of(Frame::sum), Cotangent<N>::one());
+    }
+    c = c.through(d.tangent[0], d.active[0]);
+    if (frame.has(Frame::addend)) give(Frame::operand_of(Frame::addend), c);
+    if (frame.has(Frame::bias)) give(Frame::operand_of(Frame::bias), c);
+    if (frame.has(Frame::scale)) {
+      give(Frame::operand_of(Frame::scale), c.through(x, always));
+      c = c.through(scale, always);
+    }
+    return {v, c};
+  }
 };
 
 template <class Step, class Pattern>
@@ -148,7 +201,7 @@ inline bool match_frame(const Program& program, Frame& frame, Code& activation) 
   take(Code::Mul, Frame::factor);
   take(Code::Div, Frame::divisor);
   take(Code::Shift, Frame::offset);
-  if (!take(Code::MinScalar, Frame::cap)) take(Code::Min, Frame::cap);  // which differ in their derivatives alone
+  if (!take(Code::MinScalar, Frame::cap)) take(Code::Min, Frame::cap);  // see matches_derivatives
   if (i == end || i->code >= Code::save || !has_frame[int(i->code)]) return false;
   activation = i->code;
   take(activation, Frame::activation);
@@ -167,6 +220,13 @@ inline bool match_frame(const Program& program, Frame& frame, Code& activation) 
     take(Code::Add, Frame::sum);
   }
   return i == end;
+}
+
+// Whether a Program that matches a frame has its derivatives, too: Min and MinScalar differ in those.
+inline bool matches_derivatives(const Program& program) {
+  for (int n = 0; n < program.length; ++n)
+    if (program.instruction[n].code == Code::Min) return false;
+  return true;
 }
 
 }  // namespace fused_act

@@ -304,6 +304,70 @@ struct Arithmetic<Dual<N, K>> {
   FUSED_ACT_FN static Mask negate(const Mask& a) { return A::negate(a); }
 };
 
+// A value with one tangent, which is NaN where it is inactive: half the registers of a Dual, for derivatives that are never NaN
+// themselves. By the tangent of a result the code of its derivative is known (codes.h).
+template <class N>
+struct Keyed {
+  N value, tangent;
+};
+template <class N>
+struct is_dual<Keyed<N>> {
+  static constexpr bool value = true;
+};
+template <class N>
+FUSED_ACT_FN auto base(const Keyed<N>& x) {
+  return base(x.value);
+}
+template <class N>
+FUSED_ACT_FN N inactive() {
+  return constant<N>(static_cast<compute_t<N>>(__builtin_nanf("")));
+}
+
+template <class N>
+struct Arithmetic<Keyed<N>> {
+  using A = Arithmetic<N>;
+  using K = Keyed<N>;
+  using Compute = typename A::Compute;
+  using Mask = typename A::Mask;
+
+  FUSED_ACT_FN static K constant(Compute c) { return {A::constant(c), inactive<N>()}; }
+  FUSED_ACT_FN static Mask active(const N& t) { return A::equal(t, t); }
+  // Of tangents a and b what becomes of them: the sum, or the one that is active.
+  FUSED_ACT_FN static N sum(const K& a, const N& of_a, const K& b, const N& of_b) {
+    return A::select(active(b.tangent), A::select(active(a.tangent), A::add(of_a, of_b), of_b), of_a);
+  }
+  FUSED_ACT_FN static K add(const K& a, const K& b) {
+    return {A::add(a.value, b.value), sum(a, a.tangent, b, b.tangent)};
+  }
+  FUSED_ACT_FN static K sub(const K& a, const K& b) { return add(a, scale(b, Compute(-1))); }
+  FUSED_ACT_FN static K mul(const K& a, const K& b) {
+    return {A::mul(a.value, b.value), sum(a, A::mul(a.tangent, b.value), b, A::mul(b.tangent, a.value))};
+  }
+  FUSED_ACT_FN static K divide(const K& a, const Scalar<Compute>& s) {
+    return {A::divide(a.value, s), A::divide(a.tangent, s)};
+  }
+  FUSED_ACT_FN static K quotient(const K& a, const K& b) {
+    const N q = A::quotient(a.value, b.value);
+    return {q, A::quotient(sum(a, a.tangent, b, A::negative(A::mul(q, b.tangent))), b.value)};
+  }
+  FUSED_ACT_FN static K ratio(const K& a, const K& b) { return quotient(a, b); }
+  FUSED_ACT_FN static K negative(const K& a) { return {A::negative(a.value), A::negative(a.tangent)}; }
+  FUSED_ACT_FN static K absolute(const K& a) {
+    using B = Arithmetic<decltype(base(a))>;
+    const auto v = base(a), zero = B::constant(0);
+    const N t = A::select(B::less(v, zero), A::negative(a.tangent), a.tangent);
+    return {A::absolute(a.value), A::select(A::either(B::less(v, zero), B::less(zero, v)), t, inactive<N>())};
+  }
+  FUSED_ACT_FN static K select(const Mask& m, const K& a, const K& b) {
+    return {A::select(m, a.value, b.value), A::select(m, a.tangent, b.tangent)};
+  }
+
+  FUSED_ACT_FN static Mask mask(bool m) { return A::mask(m); }
+  FUSED_ACT_FN static Mask both(const Mask& a, const Mask& b) { return A::both(a, b); }
+  FUSED_ACT_FN static Mask either(const Mask& a, const Mask& b) { return A::either(a, b); }
+  FUSED_ACT_FN static Mask negate(const Mask& a) { return A::negate(a); }
+};
+
 // Which inputs a number was computed from. `zero` marks a structural zero: what is multiplied by it, or added to
 // it, adds no dependency.
 struct Trace {

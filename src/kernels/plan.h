@@ -4,11 +4,19 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "calculus.h"
+#include "codes.h"
 
 namespace fused_act {
 
 enum class Dtype : int { f16, bf16, f32, f64 };
+
+// Codes lie in the order of the elements in memory, those of 32 in a word, first of all a bit each; with two bits the other
+// ones of all follow. The words of either are a multiple of 16 bytes.
+constexpr int64_t kCodeWord = 32;
+template <class I>  // an integer, or one that is not known yet
+FUSED_ACT_FN I code_words(const I& numel) {
+  return (numel + (4 * kCodeWord - 1)) / (4 * kCodeWord) * 4;
+}
 
 // Strides are in elements and per dimension of the iteration space; a broadcast dimension has stride 0.
 struct Request {
@@ -49,6 +57,10 @@ struct Request {
   int operands = 0;
   Program program;
   double scalars[kMaxScalars] = {};  // of the program's steps, in their order
+  // Of the modes with codes: `coded` writes them; the others, which have no program, read them. Then the table's columns are
+  // those of x and of the operands above, each with kMaxCodes entries.
+  uint32_t* codes = nullptr;
+  CodeTable table;
 };
 
 }  // namespace fused_act

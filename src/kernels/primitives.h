@@ -39,11 +39,21 @@ FUSED_ACT_FN Dual<N, K> chain_rule(const Dual<N, K>& x, const N& value, const ma
   return r;
 }
 
+template <class N, class F>
+FUSED_ACT_FN Keyed<N> chain_rule(const Keyed<N>& x, const N& value, const mask_t<N>& passes, F derivative) {
+  return {value, select(passes, derivative(x.tangent), inactive<N>())};
+}
+
 // The chain rule where the derivative exists everywhere. `slope` is a formula of its own, evaluated on the inner
 // number: where that has tangents, so has the slope, and they are the second derivative.
 template <class N, int K>
 FUSED_ACT_FN Dual<N, K> smooth(const Dual<N, K>& x, const N& value, const N& slope) {
   return chain_rule(x, value, Arithmetic<N>::mask(true), [&](const auto& t) { return mul(t, slope); });
+}
+
+template <class N>
+FUSED_ACT_FN Keyed<N> smooth(const Keyed<N>& x, const N& value, const N& slope) {
+  return {value, mul(x.tangent, slope)};
 }
 
 // x as a constant: no tangent passes.

@@ -52,24 +52,32 @@ constexpr int count_parameters(const char* s, char kind) { return *s ? (*s == ki
 template <class Step, char kind>
 constexpr int kTakes = count_parameters(Step::parameters, kind);
 
-// d/dx and, where the step takes an operand, d/d operand of one step, beside its value.
-template <class Step, class N>
-FUSED_ACT_FN auto linearize(const N& x, const N& operand, const Scalar<compute_t<N>>* scalars) {
-  constexpr int K = 1 + kTakes<Step, 'T'>;
-  using D = Dual<N, K>;
-  using A = Arithmetic<N>;
-  const auto seed = [](const N& value, int which) FUSED_ACT_LAMBDA {
-    D d;
-    d.value = value;
-    for (int k = 0; k < K; ++k) {
-      d.tangent[k] = constant<N>(k == which);
-      d.active[k] = A::mask(k == which);
-    }
-    return d;
-  };
-  const D dx = seed(x, 0), doperand = seed(operand, 1);
-  return Step::template apply<D>(dx, &doperand, scalars);
-}
+// How a step of a Program is evaluated on a type of numbers: in one go, unless that type says otherwise (cpu/rows.h).
+template <class N>
+struct Evaluator {
+  template <class Step>
+  FUSED_ACT_FN static N apply(const N& x, const N& operand, const Scalar<compute_t<N>>* scalars) {
+    return Step::template apply<N>(x, &operand, scalars);
+  }
+  // d/dx and, where the step takes an operand, d/d operand, beside its value.
+  template <class Step>
+  FUSED_ACT_FN static auto linearize(const N& x, const N& operand, const Scalar<compute_t<N>>* scalars) {
+    constexpr int K = 1 + kTakes<Step, 'T'>;
+    using D = Dual<N, K>;
+    using A = Arithmetic<N>;
+    const auto seed = [](const N& value, int which) FUSED_ACT_LAMBDA {
+      D d;
+      d.value = value;
+      for (int k = 0; k < K; ++k) {
+        d.tangent[k] = constant<N>(k == which);
+        d.active[k] = A::mask(k == which);
+      }
+      return d;
+    };
+    const D dx = seed(x, 0), doperand = seed(operand, 1);
+    return Step::template apply<D>(dx, &doperand, scalars);
+  }
+};
 
 // The derivative of the result with respect to an intermediate value; inactive where no branch leads there, which gives
 // a gradient of zero whatever the incoming one is.
@@ -175,7 +183,7 @@ struct Chain {
     constexpr bool takes = kTakes<Step, 'T'> > 0;
     N operand = x;
     if constexpr (takes) operand = source(k);
-    const auto d = linearize<Step, N>(x, operand, scalars);
+    const auto d = Evaluator<N>::template linearize<Step>(x, operand, scalars);
     const Swept<N> rest = sweep_from<k + takes>(Types<Rest...>{}, d.value, source, give, scalars + kTakes<Step, 'f'>);
     if constexpr (takes) give(k, rest.cotangent.through(d.tangent[1], d.active[1]));
     return {rest.value, rest.cotangent.through(d.tangent[0], d.active[0])};
@@ -235,8 +243,7 @@ struct Program {
 #define FUSED_ACT_CASE(STEP)                                                   \
   case Code::STEP: {                                                           \
     if constexpr (all || kIsLight<STEP>) {                                     \
-      const N operand = read<kTakes<STEP, 'T'> != 0>(i, x, source, memory);    \
-      x = STEP::template apply<N>(x, &operand, s);                             \
+      take<STEP>(x, i, source, s, memory);                                     \
     }                                                                          \
     break;                                                                     \
   }
@@ -323,13 +330,35 @@ struct Program {
     if constexpr (!takes) return x;
     return i.source < kMaxOperands ? source(i.source) : memory.value(i.source);
   }
+  template <class Step, class N, class Source, class Memory>
+  FUSED_ACT_FN static void take(N& x, const Instruction& i, const Source& source, const Scalar<compute_t<N>>* s,
+                                Memory& memory) {
+    const N operand = read<kTakes<Step, 'T'> != 0>(i, x, source, memory);
+    x = Evaluator<N>::template apply<Step>(x, operand, s);
+  }
+  // Operands have no tangent: a step of slope 1 leaves that of x.
+  template <class Step, class N, class Source, class Memory>
+  FUSED_ACT_FN static void take(Keyed<N>& x, const Instruction& i, const Source& source, const Scalar<compute_t<N>>* s,
+                                Memory& memory) {
+    constexpr bool takes = kTakes<Step, 'T'> != 0;
+    if constexpr (Step::unit_slope) {
+      if (!takes || i.source < kMaxOperands) {
+        N operand = x.value;
+        if constexpr (takes) operand = source(i.source).value;
+        x.value = Evaluator<N>::template apply<Step>(x.value, operand, s);
+        return;
+      }
+    }
+    const Keyed<N> operand = read<takes>(i, x, source, memory);
+    x = Evaluator<Keyed<N>>::template apply<Step>(x, operand, s);
+  }
   template <class Step, class N, class Memory>
   FUSED_ACT_FN static N linear_part(const N& x, const N& operand, const Scalar<compute_t<N>>* s, int n,
                                     const Instruction& i, Memory& memory) {
     if constexpr (Step::unit_slope) {
-      return Step::template apply<N>(x, &operand, s);
+      return Evaluator<N>::template apply<Step>(x, operand, s);
     } else {
-      const auto d = linearize<Step, N>(x, operand, s);
+      const auto d = Evaluator<N>::template linearize<Step>(x, operand, s);
       memory.record(n, i.tape, 0, d.tangent[0], d.active[0]);
       if constexpr (kTakes<Step, 'T'> > 0) memory.record(n, i.tape, 1, d.tangent[1], d.active[1]);
       return d.value;
@@ -344,6 +373,8 @@ struct Program {
 
 // A Program of light steps, for kernels that need fewer registers for these.
 struct LightProgram {
+  static constexpr bool kDynamic = true;
+  static constexpr int kScalars = Program::kScalars, kOperands = Program::kOperands;
   const Program& program;
 
   static bool can_be(const Program& p) {

@@ -17,6 +17,12 @@ const char* launch(const Request& r, const Geometry& geometry, const Cuda& cuda)
       Launcher<Op, bytes, Mode::backward> launcher(Op{}, r, geometry, cuda);
       if (launcher.fits()) return message(launcher.run());
     }
+    if constexpr (!Op::kHeavy) {
+      if (r.mode == Mode::coded) {
+        Launcher<Op, bytes, Mode::coded> launcher(Op{}, r, geometry, cuda);
+        if (launcher.fits()) return message(launcher.run());
+      }
+    }
   }
   const char* error = nullptr;
   if (bytes == 2 ? run_cuda_framed_16(r, geometry, cuda, &error) : run_cuda_framed_32(r, geometry, cuda, &error))

@@ -12,7 +12,8 @@ struct Cuda {
   void* context;
 };
 
-// What comes back, and nothing was launched, where dense tensors would be faster (Request::may_be_dense).
+// What comes back, and nothing was launched, where dense tensors would be faster (Request::may_be_dense), or where only
+// dense ones, and gradients that one pass can sum, have kernels: the modes with codes.
 inline constexpr char kWantsDense[] = "the kernel wants dense tensors";
 
 // Launches operator `op` (its place in the list) for elements of that many bits. Returns null, or what went wrong.
@@ -29,6 +30,8 @@ bool run_cuda_framed_16(const Request&, const Geometry&, const Cuda&, const char
 bool run_cuda_framed_32(const Request&, const Geometry&, const Cuda&, const char** error);
 
 inline const char* run_cuda(int op, const Request& r, const Geometry& geometry, const Cuda& cuda) {
+  if (reads_codes(r.mode))  // which are no operator's
+    return r.dtype == Dtype::f32 ? run_cuda_program_32(r, geometry, cuda) : run_cuda_program_16(r, geometry, cuda);
   switch (r.dtype) {
     case Dtype::f16:
     case Dtype::bf16:

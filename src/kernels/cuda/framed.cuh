@@ -9,11 +9,21 @@ namespace fused_act {
 template <class Step, int bytes>
 bool launch_framed(const Frame& frame, const Request& r, const Geometry& geometry, const Cuda& cuda, const char** error) {
   const auto launch = [&](auto pairs) {
-    if constexpr (kHasFrame<Step, decltype(pairs)::value>) {
-      Launcher<Framed<Step, decltype(pairs)::value>, bytes, Mode::forward> launcher({frame}, r, geometry, cuda);
-      if (!launcher.fits()) return false;
-      *error = message(launcher.run());
-      return true;
+    constexpr bool with_pairs = decltype(pairs)::value;
+    if constexpr (kHasFrame<Step, with_pairs>) {
+      const auto run = [&](auto mode) {
+        Launcher<Framed<Step, with_pairs>, bytes, decltype(mode)::value> launcher({frame}, r, geometry, cuda);
+        if (!launcher.fits()) return false;
+        *error = message(launcher.run());
+        return true;
+      };
+      if (r.mode == Mode::backward) {
+        if constexpr (Step::heavy && !with_pairs)
+          if (frame.has_sweep()) return run(std::integral_constant<Mode, Mode::backward>());
+        return false;
+      }
+      if (r.mode == Mode::forward) return run(std::integral_constant<Mode, Mode::forward>());
+      if constexpr (kIsLight<Step> && !with_pairs) return run(std::integral_constant<Mode, Mode::coded>());
     }
     return false;
   };
@@ -29,7 +39,9 @@ bool run_framed(const Request& r, const Geometry& geometry, const Cuda& cuda, co
 #undef FUSED_ACT_ENTRY
   Frame frame;
   Code activation;
-  if (r.mode != Mode::forward || !match_frame(r.program, frame, activation)) return false;
+  if (r.mode != Mode::forward && r.mode != Mode::backward && r.mode != Mode::coded) return false;
+  if (!match_frame(r.program, frame, activation)) return false;
+  if (r.mode == Mode::coded && !matches_derivatives(r.program)) return false;
   return functions[int(activation)](frame, r, geometry, cuda, error);
 }
 

@@ -1,6 +1,6 @@
 // What all CUDA kernels share, and the kernels of compiled chains, each a template over chain, element type and mode:
 //
-//   flat_kernel      full tensors dense in one order, one 16-byte vector a thread
+//   flat_kernel      full tensors dense in one order, one 16-byte vector a thread; codes, too
 //   row_kernel       flat, and operand gradients summed over the rows of a channel (NCHW)
 //   column_kernel    flat, and operand gradients summed over the rows of a matrix (channels_last, features)
 //   finish_kernel    sums the partial sums of the reductions, in a fixed order
@@ -21,9 +21,12 @@ constexpr int64_t kRowBlocks = 16896;
 constexpr int64_t kColumnBlocks = 4224;
 // Vectors that a thread handles at least.
 constexpr int kMinVectorsPerThread = 2;
-// Blocks of row_kernel and column_kernel that a multiprocessor holds at once in backward: 64 registers a thread, which
-// double backward would spill.
-constexpr int kReductionResidents = 4;
+// Blocks of row_kernel and column_kernel that a multiprocessor holds at once in backward: 64 registers a thread; 80 for
+// eight elements with a frame's operands.
+template <class Op>
+constexpr int reduction_residents(int elements) {
+  return Op::kFramed && elements == 8 ? 3 : 4;
+}
 constexpr int kReductionUnroll = 2;
 // Threads that a multiprocessor holds at most.
 #if !defined(__CUDA_ARCH__)
@@ -42,6 +45,7 @@ template <class Op>
 constexpr int flat_residents(Mode mode, int elements) {
   const int most = kMaxThreads / kThreads;
   if (mode == Mode::forward) return Op::kFramed && elements == 8 ? most * 3 / 4 : most;
+  if (mode == Mode::coded || kDecodes<Op>) return elements == 8 ? most * 3 / 4 : most;
   return Op::kHeavy ? most / 2 : 1;
 }
 // The same of a Program: 64 registers a thread in forward, 80 in backward. Reading a thread's next group while one is
@@ -336,6 +340,9 @@ struct Args {
   bool has_u, has_v[O];
   Scalar<C> scalars[Op::kScalars > 0 ? Op::kScalars : 1];
   Op op;
+  uint32_t* code_words;  // of the modes with codes
+  int codes;
+  C code_key[kMaxCodes];
   struct Nothing {};
   std::conditional_t<Op::kDynamic || Op::kFramed, ProgramPlan, Nothing> plan;
 };
@@ -347,6 +354,87 @@ __device__ __forceinline__ void store_gradient(const A& a, int k, const Lay& lay
   if (G::kBytes == 2 && a.gradient_dtype[k] == Dtype::f32)
     return store_full<int(sizeof(C))>(a.gradient[k], lay, at, to_bits<sizeof(C)>(values, Dtype::f32));
   store_full<G::kBytes>(a.gradient[k], lay, at, to_bits<G::kBytes>(values, a.gradient_dtype[k]));
+}
+
+// ---- codes ------------------------------------------------------------------------------------------------------
+
+// Where the codes of a vector begin, in bytes, of a plane that begins at `words`.
+template <class I>
+__device__ __forceinline__ uint8_t* code_byte(uint32_t* words, I i) {
+  return reinterpret_cast<uint8_t*>(words) + i / 8;
+}
+
+// The codes of a group, told by f_x. A vector has a byte of them, or half of one, which its neighbour completes: so where n
+// is 4 all threads of a warp take part.
+template <class A, class G, class N>
+__device__ __forceinline__ void store_codes(const A& a, const G& at, const N& slope) {
+  constexpr int n = G::n;
+  static_assert(n == 8 || n == 4);
+  const int64_t words = code_words(a.numel);
+  const auto store = [&](auto two) FUSED_ACT_LAMBDA {
+    constexpr bool kTwo = decltype(two)::value;
+#pragma unroll
+    for (int p = 0; p < G::kParts; ++p) {
+      uint32_t bits = 0;  // of the first plane, and from bit 8 on of the other
+#pragma unroll
+      for (int j = 0; j < n; ++j) {
+        const auto s = slope.lane[p * n + j];
+        if constexpr (kTwo) {
+          if (s == a.code_key[1]) bits |= 1u << j;
+          if (s == a.code_key[2]) bits |= 0x100u << j;
+          if (s == a.code_key[3]) bits |= 0x101u << j;
+        } else {
+          if (s == a.code_key[1]) bits |= 1u << j;
+        }
+      }
+      bool writes = at.i[p] < words * kCodeWord;  // all words, so that none is left as it was
+      if constexpr (n == 4) {
+        bits |= __shfl_down_sync(0xffffffffu, bits, 1) << 4;
+        writes &= threadIdx.x % 2 == 0;
+      }
+      if (!writes) continue;
+      uint8_t* to = code_byte(a.code_words, at.i[p]);
+      *to = static_cast<uint8_t>(bits);
+      if constexpr (kTwo) to[4 * words] = static_cast<uint8_t>(bits >> 8);
+    }
+  };
+  a.codes > 2 ? store(std::true_type()) : store(std::false_type());
+}
+
+// A bit for each lane.
+struct PackedMask {
+  uint32_t bits;
+};
+template <class C, int V, bool reduced>
+struct CodeMasks<Lanes<C, V, reduced>> {
+  using N = Lanes<C, V, reduced>;
+  using Mask = PackedMask;
+  FUSED_ACT_FN static Mask mask(bool m) { return {m ? ~0u : 0u}; }
+  FUSED_ACT_FN static Mask both(Mask a, Mask b) { return {a.bits & b.bits}; }
+  FUSED_ACT_FN static Mask either(Mask a, Mask b) { return {a.bits | b.bits}; }
+  FUSED_ACT_FN static Mask negate(Mask a) { return {~a.bits}; }
+  FUSED_ACT_FN static N select(Mask m, const N& a, const N& b) {
+    N r;
+#pragma unroll
+    for (int j = 0; j < V; ++j) r.lane[j] = m.bits >> j & 1 ? a.lane[j] : b.lane[j];
+    return r;
+  }
+};
+
+template <bool two, class C, class A, class G>
+__device__ __forceinline__ CodeBits<Lanes<C, G::kLanes>> load_codes(const A& a, const G& at) {
+  constexpr int n = G::n;
+  CodeBits<Lanes<C, G::kLanes>> out{{0}, {0}};
+#pragma unroll
+  for (int p = 0; p < G::kParts; ++p) {
+    const uint8_t* from = code_byte(a.code_words, at.i[p]);
+    const int shift = n == 4 ? int(at.i[p] % 8) : 0;
+    const uint32_t low = __ldg(from) >> shift, high = two ? __ldg(from + 4 * code_words(a.numel)) >> shift : 0;
+    constexpr uint32_t ones = (1u << n) - 1;
+    out.low.bits |= (low & ones) << (p * n);
+    out.high.bits |= (high & ones) << (p * n);
+  }
+  return out;
 }
 
 // ---- the body of a compiled chain's kernels ---------------------------------------------------------------------
@@ -380,13 +468,26 @@ struct VectorIo {
 #endif
     return loaded[k];
   }
-  FUSED_ACT_FN N direction(int) const { return constant<N>(0); }
-  FUSED_ACT_FN bool moves(int) const { return false; }
+  // A direction is had by codes alone, whose operands are then its parts.
+  FUSED_ACT_FN N direction(int k) const { return loaded[k]; }
+  FUSED_ACT_FN bool moves(int k) const { return mode == Mode::jvp && a.has_v[k]; }
   FUSED_ACT_FN void gradient(int k, const N& value) {
 #if defined(__CUDA_ARCH__)
     const auto plain = lanes_as<Lanes<C, G::kLanes>>(value);
     if (a.emit[k] == Emit::reduce) sums.add(k, plain, at);
-    if (a.emit[k] == Emit::store) store_gradient(a, k, Lay(), at, plain);
+    if (a.emit[k] != Emit::store) return;
+    if constexpr (Op::kFramed) {
+      store_gradient(a, k, {a.plan.gradient[k].extra, false}, at, plain);
+    } else {
+      store_gradient(a, k, Lay(), at, plain);
+    }
+#endif
+  }
+  FUSED_ACT_FN CodeBits<N> code() const {
+#if defined(__CUDA_ARCH__)
+    return load_codes<Op::kTwo, C>(a, at);
+#else
+    return {};
 #endif
   }
   struct Nothing {};
@@ -415,6 +516,11 @@ __device__ __forceinline__ Lay lay_of_out(const Args<Op, C>& a) {
   if constexpr (Op::kFramed) return {a.plan.out.extra, false};
   return {};
 }
+template <class Op, class C>
+__device__ __forceinline__ Lay lay_of_g(const Args<Op, C>& a) {
+  if constexpr (Op::kFramed) return {a.plan.g.extra, false};
+  return {};
+}
 
 // Loads, evaluates, stores the result and deals with operand gradients.
 template <class Op, int bytes, Mode mode, class Index, class Sums>
@@ -424,33 +530,46 @@ __device__ __forceinline__ void process(const Args<Op, Compute<bytes>>& a, const
   Io io{a, at, sums, {}};
   // Operands first in forward: the other way round it needs 38 registers and not 30, a multiprocessor holds 6 blocks and
   // not 8, and bfloat16 with a bias takes 1.07 to 1.09 times the copy and not 1.00. In forward x may be the output, too.
-  constexpr bool forward = mode == Mode::forward;
+  constexpr bool forward = mode == Mode::forward || mode == Mode::coded;
   if (forward) io.load();
   Bits<bytes, kVector<bytes>> x{}, g{};
-  if (Op::kFramed || a.x) x = load_full<!forward, bytes>(a.x, lay_of_x(a), at);
-  if constexpr (!forward) {
-    if (a.g) g = load_full<true, bytes>(a.g, Lay(), at);
-    io.load();
+  if constexpr (kDecodes<Op>) {
+    N u = constant<N>(0);
+    if (mode == Mode::jvp && a.u) u = lanes_as<N>(to_lanes(load_full<true, bytes>(a.u, Lay(), at), a.dtype));
+    if (mode == Mode::backward) g = load_full<true, bytes>(a.g, Lay(), at);
+    if (mode == Mode::jvp) io.load();
+    const Outputs<N> out =
+        evaluate<mode>(a.op, a.scalars, constant<N>(0), lanes_as<N>(to_lanes(g, a.dtype)), u, a.has_u, io);
+    if (a.out[0]) store_full<bytes>(a.out[0], Lay(), at, to_bits<bytes>(out.full[0], a.dtype));
+  } else {
+    if (Op::kFramed || a.x) x = load_full<!forward, bytes>(a.x, lay_of_x(a), at);
+    if constexpr (!forward) {
+      if (a.g) g = load_full<true, bytes>(a.g, lay_of_g(a), at);
+      io.load();
+    }
+    const N zero = constant<N>(0);
+    const Outputs<N> out = evaluate<mode>(a.op, a.scalars, lanes_as<N>(to_lanes(x, a.dtype)),
+                                          forward ? zero : lanes_as<N>(to_lanes(g, a.dtype)), zero, false, io);
+    if constexpr (mode == Mode::coded) store_codes(a, at, out.full[1]);
+    if ((Op::kFramed && forward) || a.out[0]) store_full<bytes>(a.out[0], lay_of_out(a), at, to_bits<bytes>(out.full[0], a.dtype));
   }
-  const N zero = constant<N>(0);
-  const Outputs<N> out = evaluate<mode>(a.op, a.scalars, lanes_as<N>(to_lanes(x, a.dtype)),
-                                        forward ? zero : lanes_as<N>(to_lanes(g, a.dtype)), zero, false, io);
-  if (Op::kFramed || a.out[0]) store_full<bytes>(a.out[0], lay_of_out(a), at, to_bits<bytes>(out.full[0], a.dtype));
 }
 
 template <class Op, int bytes, Mode mode>
 __global__ void __launch_bounds__(kThreads, tuning::flat_residents<Op>(mode, kVector<bytes>))
     flat_kernel(const __grid_constant__ Args<Op, Compute<bytes>> a) {
   NoSums sums;
+  constexpr bool all_vote = mode == Mode::coded;
   if constexpr (Op::kFramed) {
-    const uint32_t i = (blockIdx.x * kThreads + threadIdx.x) * kVector<bytes>;
-    if (i >= uint32_t(a.numel)) return;
-    Vector<bytes, uint32_t> at(i);
+    const uint32_t i = (blockIdx.x * kThreads + threadIdx.x) * kVector<bytes>, numel = uint32_t(a.numel);
+    if (!all_vote && i >= numel) return;
+    using At = Vector<bytes, uint32_t>;
+    At at = all_vote ? At(i, 0, 0, numel) : At(i);
     if (a.plan.pitched) at.row[0] = a.plan.by_inner.quotient(i);
     process<Op, bytes, mode>(a, at, sums);
   } else {
     const int64_t i = (int64_t(blockIdx.x) * kThreads + threadIdx.x) * kVector<bytes>;
-    if (i >= a.numel) return;
+    if (!all_vote && i >= a.numel) return;
     process<Op, bytes, mode>(a, Vector<bytes>(i, 0, 0, a.numel), sums);
   }
 }
@@ -529,7 +648,7 @@ struct RowSums {
 };
 
 template <class Op, int bytes, Mode mode>
-__global__ void __launch_bounds__(kThreads, tuning::kReductionResidents)
+__global__ void __launch_bounds__(kThreads, tuning::reduction_residents<Op>(kVector<bytes>))
     row_kernel(const __grid_constant__ Args<Op, Compute<bytes>> a, const Rows rows) {
   constexpr int V = kVector<bytes>;
   const RowChunk chunk(rows);
@@ -542,14 +661,20 @@ __global__ void __launch_bounds__(kThreads, tuning::kReductionResidents)
     const int step = rows.width * V;
     // Threads are laid from a 128-byte line on: a warp that straddles lines writes 5 of them for 4.
     constexpr int kLine = 128 / bytes;
-    const int64_t whole = (start + V - 1) / V * V, part = end / V * V;
+    if constexpr (Op::kFramed) {  // at one place in the code: four take four times the compiler's time
+#pragma unroll 1
+      for (int64_t i = start / kLine * kLine + chunk.lane * V; i < end; i += step)
+        if (i > start - V) process<Op, bytes, mode>(a, Vector<bytes>(i, 0, start, end), sums);
+    } else {
+      const int64_t whole = (start + V - 1) / V * V, part = end / V * V;
 #pragma unroll (tuning::kReductionUnroll)
-    for (int64_t i = whole / kLine * kLine + chunk.lane * V; i < part; i += step)
-      if (i >= whole) process<Op, bytes, mode>(a, Vector<bytes>(i), sums);
-    if (chunk.lane == 0 && start < whole)
-      process<Op, bytes, mode>(a, Vector<bytes>(whole - V, 0, start, end), sums);
-    if (chunk.lane == rows.width - 1 && part < end && part >= whole)
-      process<Op, bytes, mode>(a, Vector<bytes>(part, 0, start, end), sums);
+      for (int64_t i = whole / kLine * kLine + chunk.lane * V; i < part; i += step)
+        if (i >= whole) process<Op, bytes, mode>(a, Vector<bytes>(i), sums);
+      if (chunk.lane == 0 && start < whole)
+        process<Op, bytes, mode>(a, Vector<bytes>(whole - V, 0, start, end), sums);
+      if (chunk.lane == rows.width - 1 && part < end && part >= whole)
+        process<Op, bytes, mode>(a, Vector<bytes>(part, 0, start, end), sums);
+    }
   }
   sums.emit(a, rows, chunk);
 }
@@ -607,7 +732,7 @@ struct ColumnSums {
 };
 
 template <class Op, int bytes, Mode mode>
-__global__ void __launch_bounds__(kThreads, tuning::kReductionResidents)
+__global__ void __launch_bounds__(kThreads, tuning::reduction_residents<Op>(kVector<bytes>))
     column_kernel(const __grid_constant__ Args<Op, Compute<bytes>> a, const Columns columns) {
   using C = Compute<bytes>;
   constexpr int V = kVector<bytes>;
@@ -617,10 +742,15 @@ __global__ void __launch_bounds__(kThreads, tuning::kReductionResidents)
   if (chunk.works) {
     const int64_t end = chunk.last * columns.width(), step = chunk.lines * columns.width();
     int64_t i = (chunk.first + chunk.line) * columns.width() + chunk.column;
-    const int64_t whole = min(end, a.numel - V + 1);
+    if constexpr (Op::kFramed) {  // whose tensors are of whole vectors
+#pragma unroll 1
+      for (; i < min(end, a.numel); i += step) process<Op, bytes, mode>(a, Vector<bytes>(i), sums);
+    } else {
+      const int64_t whole = min(end, a.numel - V + 1);
 #pragma unroll (tuning::kReductionUnroll)
-    for (; i < whole; i += step) process<Op, bytes, mode>(a, Vector<bytes>(i), sums);
-    if (i < end && i < a.numel) process<Op, bytes, mode>(a, Vector<bytes>(i, 0, 0, a.numel), sums);
+      for (; i < whole; i += step) process<Op, bytes, mode>(a, Vector<bytes>(i), sums);
+      if (i < end && i < a.numel) process<Op, bytes, mode>(a, Vector<bytes>(i, 0, 0, a.numel), sums);
+    }
   }
 #pragma unroll
   for (int k = 0; k < Op::kOperands; ++k) {

@@ -18,9 +18,10 @@ class Launcher {
   static constexpr int O = Op::kOperands;
   static constexpr bool kSums = O > 0 && has_operand_gradients(mode);
   // Vector kernels of a Program exist for the two modes of training, and not for the rare float64.
-  static constexpr bool kVectors = !Op::kDynamic || ((mode == Mode::forward || mode == Mode::backward) && bytes < 8);
+  static constexpr bool kVectors =
+      !Op::kDynamic || ((mode == Mode::forward || mode == Mode::backward || mode == Mode::coded) && bytes < 8);
   // Kernels for any strides learn the size of an element at run time, so one of the sizes has them.
-  static constexpr bool kAnyStrides = Op::kDynamic && bytes != 2;
+  static constexpr bool kAnyStrides = Op::kDynamic && bytes != 2 && mode != Mode::coded;
   // Whether its vector kernels walk rows with a pitch and halves of pairs.
   static constexpr bool kWalks = Op::kDynamic || Op::kFramed;
   static constexpr int kElements = kVector<bytes>;
@@ -37,7 +38,7 @@ class Launcher {
       for (int k = 0; k < O; ++k)
         if (const int from = given(k); from >= 0) look_at_operand(r.operand[from], kOperand + from, args_.operand[k]);
       if constexpr (Op::kFramed) {  // whose kernels have no code for what is rare
-        vectors_ &= r.x.data && r.out[0].data && r.numel % kElements == 0;
+        vectors_ &= r.x.data && (mode == Mode::backward ? r.g.data : r.out[0].data) && r.numel % kElements == 0;
         vectors_ &= args_.plan.x.pair == Op::kPairs && !args_.plan.out.pair;
         for (const OperandArg<C>& o : args_.operand) {
           const bool full = o.access == Access::full;
@@ -89,6 +90,11 @@ class Launcher {
     if constexpr (Op::kFramed) return args_.op.frame.operand[k] == Frame::kNone ? -1 : args_.op.frame.operand[k];
     return k;
   }
+  // Of which the gradient is this one; without data where there is none.
+  const Request::OperandGradient& gradient(int k) const {
+    static constexpr Request::OperandGradient none;
+    return given(k) < 0 ? none : request_.operand_gradient[given(k)];
+  }
 
   void fill(const Op& op) {
     const Request& r = request_;
@@ -105,8 +111,8 @@ class Launcher {
       args_.v[k] = operand_arg(r.v[k]);
       args_.has_v[k] = r.v_present[k];
       args_.emit[k] = Emit::none;
-      args_.gradient[k] = r.operand_gradient[k].data;
-      args_.gradient_dtype[k] = r.operand_gradient[k].dtype;
+      args_.gradient[k] = gradient(k).data;
+      args_.gradient_dtype[k] = gradient(k).dtype;
       args_.partial[k] = nullptr;
     }
     const auto scalar = [&](int to, int from) { args_.scalars[to] = Scalar<C>::of(static_cast<C>(r.scalars[from])); };
@@ -120,6 +126,9 @@ class Launcher {
     } else {
       for (int s = 0; s < Op::kScalars; ++s) scalar(s, s);
     }
+    args_.code_words = r.codes;
+    args_.codes = r.table.codes;
+    for (int c = 0; c < kMaxCodes; ++c) args_.code_key[c] = static_cast<C>(r.table.key[c]);
   }
 
   OperandArg<C> operand_arg(const Request::Operand& o) const {
@@ -138,10 +147,10 @@ class Launcher {
     if constexpr (kWalks) plan = &args_.plan;
     f(r.x.data, kX, plan->x, r.dtype);
     f(r.g.data, kG, plan->g, r.dtype);
+    f(r.u.data, kU, plan->x, r.dtype);  // which vector kernels have where they read codes
     f(r.out[0].data, kOut, plan->out, r.dtype);
     for (int k = 0; k < O; ++k)
-      if (is_full(r.operand_gradient[k]))
-        f(r.operand_gradient[k].data, kGradient + k, plan->gradient[k], r.operand_gradient[k].dtype);
+      if (is_full(gradient(k))) f(gradient(k).data, kGradient + given(k), plan->gradient[k], gradient(k).dtype);
   }
   bool is_full(const Request::OperandGradient& g) const { return g.data && g.numel == request_.numel; }
 
@@ -206,14 +215,13 @@ class Launcher {
   void plan_gradients() {
     bool fused = false;
     for (int k = 0; k < O; ++k) {
-      const Request::OperandGradient& gradient = request_.operand_gradient[k];
-      if (!gradient.data) continue;
-      if (is_full(gradient)) {  // nothing to sum: one more full output
+      if (!gradient(k).data) continue;
+      if (is_full(gradient(k))) {  // nothing to sum: one more full output
         plan_[k] = Plan::stored;
         args_.emit[k] = Emit::store;
         continue;
       }
-      const ChannelForm f = channel_form(geometry_, kGradient + k);
+      const ChannelForm f = channel_form(geometry_, kGradient + given(k));
       // Beyond 2^30 channels a block for each would not fit in a grid.
       const bool sums = f.exact && flat_ && (f.channels == 1 || f.stride == 1) && f.channels <= (int64_t(1) << 30);
       if (sums && (!fused || (f.channels == main_.channels && f.inner == main_.inner))) {
@@ -247,6 +255,7 @@ class Launcher {
       }
       plan.tape = plan.entries = args_.op.slots ? kMaxOperands + args_.op.slots : plan.operands;
       if (mode == Mode::backward) plan.entries += tape;
+      if (mode == Mode::coded) plan.entries += args_.op.slots;  // their tangents
       for (int k = 0; k < O; ++k)
         if (plan_[k] == Plan::fused && main_.inner == 1) plan.sums[k] = plan.entries++;
       while (threads_ > kWarp && scratch_bytes() > kScratchBytes) threads_ /= 2;
@@ -269,10 +278,12 @@ class Launcher {
   void launch_program(dim3 grid, const ProgramWalk& walk) {
     if constexpr (mode == Mode::forward) {
       if (light_) {
-        program_kernel<bytes, false><<<grid, threads_, scratch_bytes(), stream()>>>(args_);
+        program_kernel<bytes, false, mode><<<grid, threads_, scratch_bytes(), stream()>>>(args_);
       } else {
-        program_kernel<bytes, true><<<grid, threads_, scratch_bytes(), stream()>>>(args_);
+        program_kernel<bytes, true, mode><<<grid, threads_, scratch_bytes(), stream()>>>(args_);
       }
+    } else if constexpr (mode == Mode::coded) {
+      program_kernel<bytes, false, mode><<<grid, threads_, scratch_bytes(), stream()>>>(args_);
     } else {
       program_backward_kernel<bytes><<<grid, threads_, scratch_bytes(), stream()>>>(args_, walk);
     }

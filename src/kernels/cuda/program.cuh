@@ -1,6 +1,7 @@
 // The CUDA kernels of Programs. The element type is data, so each serves all types that compute in C:
 //
-//   program_kernel           full tensors dense in one order, or in rows with a pitch, or halves of pairs
+//   program_kernel           full tensors dense in one order, or in rows with a pitch, or halves of pairs; codes, too, of
+//                            light steps
 //   program_backward_kernel  the same; operand gradients summed over the rows of a channel (NCHW) or of a matrix
 //                            (channels_last, features)
 //   strided_kernel           any strides, any mode
@@ -121,6 +122,27 @@ struct SharedMemory {
 #endif
 };
 
+// For coded programs: entry k of the tape has the tangent of slot k.
+template <class N, int lanes>
+struct SharedMemory<Keyed<N>, lanes> {
+  using K = Keyed<N>;
+  Scratch<lanes> scratch;
+  const ProgramPlan& plan;
+
+#if defined(__CUDA_ARCH__)
+  FUSED_ACT_FN K value(int source) {
+    return {scratch.read(source), scratch.read(plan.tape + source - kMaxOperands)};
+  }
+  FUSED_ACT_FN void save(int source, const K& x) {
+    scratch.write(source, x.value);
+    scratch.write(plan.tape + source - kMaxOperands, x.tangent);
+  }
+#else  // never called: what a host compiler sees of a kernel
+  K value(int) { return {}; }
+  void save(int, const K&) {}
+#endif
+};
+
 template <Mode mode, class G, class Sums>
 struct GroupIo {
   using N = NumberOf<mode, G>;
@@ -154,7 +176,7 @@ struct GroupIo {
 #endif
   }
   template <class M>
-  FUSED_ACT_FN SharedMemory<N, G::kLanes> memory() const {
+  FUSED_ACT_FN SharedMemory<M, G::kLanes> memory() const {
     return {scratch, a.plan};
   }
 };
@@ -163,7 +185,7 @@ struct GroupIo {
 // light.
 template <Mode mode, bool all, class G, class Sums>
 __device__ __forceinline__ void process_group(const Args<Program, float>& a, G& at, Scratch<G::kLanes>& scratch, Sums& sums) {
-  constexpr bool forward = mode == Mode::forward;
+  constexpr bool forward = mode == Mode::forward || mode == Mode::coded;
   constexpr int bytes = G::kBytes;
   using N = NumberOf<mode, G>;
   if (a.plan.pitched) {
@@ -185,6 +207,7 @@ __device__ __forceinline__ void process_group(const Args<Program, float>& a, G& 
   using Op = std::conditional_t<all, const Program&, LightProgram>;
   const Outputs<N> out = evaluate<mode>(Op{a.op}, a.scalars, lanes_as<N>(to_lanes(x, a.dtype)),
                                         forward ? zero : lanes_as<N>(to_lanes(g, a.dtype)), zero, false, io);
+  if constexpr (mode == Mode::coded) store_codes(a, at, out.full[1]);
   if (a.out[0]) store_full<bytes>(a.out[0], a.plan.out, at, to_bits<bytes>(out.full[0], a.dtype));
 }
 
@@ -193,16 +216,18 @@ __device__ __forceinline__ void process_group(const Args<Program, float>& a, G& 
 template <int bytes, int lanes>
 using ProgramGroup = Group<bytes, lanes / kVector<bytes>, uint32_t>;
 
-template <int bytes, bool all>
-__global__ void __launch_bounds__(kThreads, all ? tuning::kProgramResidents : tuning::kLightProgramResidents<bytes>)
+// `mode`: forward or coded.
+template <int bytes, bool all, Mode mode>
+__global__ void __launch_bounds__(kThreads, all || mode == Mode::coded ? tuning::kProgramResidents
+                                                                       : tuning::kLightProgramResidents<bytes>)
     program_kernel(const __grid_constant__ Args<Program, float> a) {
-  constexpr int n = kVector<bytes>, lanes = tuning::program_lanes(Mode::forward, bytes, all);
+  constexpr int n = kVector<bytes>, lanes = tuning::program_lanes(mode, bytes, all);
   const uint32_t i = blockIdx.x * blockDim.x * lanes + threadIdx.x * n, numel = uint32_t(a.numel);
-  if (i >= numel) return;
+  if (mode == Mode::forward && i >= numel) return;  // of codes, all threads vote
   ProgramGroup<bytes, lanes> at(i, blockDim.x * n, 0, numel);
   Scratch<lanes> scratch(a.plan.entries);
   NoSums sums;
-  process_group<Mode::forward, all>(a, at, scratch, sums);
+  process_group<mode, all>(a, at, scratch, sums);
 }
 
 // What the blocks of program_backward_kernel go through, and what they sum on the way.

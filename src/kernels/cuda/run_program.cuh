@@ -16,12 +16,38 @@ const char* run_program_in_any_mode(const Request& r, const Geometry& geometry, 
     case Mode::jvp:  // the first result of double backward
     case Mode::double_backward:
       return run(Launcher<Program, bytes, Mode::double_backward>(r.program, r, geometry, cuda));
+    default:  // those of codes have functions of their own
+      return "unknown mode";
   }
-  return "unknown mode";
+}
+
+// Codes are written and read by vector kernels alone.
+template <class L>
+const char* run_with_codes(L&& launcher) {
+  return launcher.fits() ? message(launcher.run()) : kWantsDense;
+}
+template <int bytes>
+const char* run_decoder(const Request& r, const Geometry& geometry, const Cuda& cuda) {
+  const auto run = [&](auto operands, auto two) {
+    using Op = Decoder<decltype(operands)::value, decltype(two)::value>;
+    Op op;
+    op.active = r.table.active;
+    if (r.mode == Mode::coded_jvp) return run_with_codes(Launcher<Op, bytes, Mode::jvp>(op, r, geometry, cuda));
+    return run_with_codes(Launcher<Op, bytes, Mode::backward>(op, r, geometry, cuda));
+  };
+  const auto with = [&](auto operands) {
+    return r.table.bits() == 2 ? run(operands, std::true_type()) : run(operands, std::false_type());
+  };
+  return r.operands <= 1 ? with(std::integral_constant<int, 1>()) : with(std::integral_constant<int, kMaxOperands>());
 }
 
 template <int bytes>
 const char* run_program(const Request& r, const Geometry& geometry, const Cuda& cuda) {
+  if constexpr (bytes < 8) {
+    if (reads_codes(r.mode)) return run_decoder<bytes>(r, geometry, cuda);
+    if (r.mode == Mode::coded)
+      return run_with_codes(Launcher<Program, bytes, Mode::coded>(r.program, r, geometry, cuda));
+  }
   if constexpr (bytes == 2) {  // what these do not fit goes to the kernels that know no element size
     if (r.mode == Mode::forward) {
       Launcher<Program, bytes, Mode::forward> launcher(r.program, r, geometry, cuda);
