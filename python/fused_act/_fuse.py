@@ -456,7 +456,8 @@ class Report:
     """What :func:`explain` found.
 
     Attributes:
-        kernels: one line for each fused kernel: where, its operator, the operations in it.
+        kernels: one line for each fused kernel: where, its operator, the operations in it, and what autograd keeps
+            for backward (of tensors of 16384 elements and more in float32 and the 16-bit types).
         left: one line for each pointwise operation that stays, with the reason.
         untraced: one line for each function or module that was not traced, with the reason.
         pointwise_before, pointwise_after: pointwise kernels of eager, and with those fused.
@@ -526,7 +527,9 @@ def explain(target: Any, *args: Any, fold_batchnorm: bool = False, **kwargs: Any
             after -= run.kernels - 1
             bytes_before += run.reads_before * itemsize
             bytes_after += run.reads_after * itemsize
-            kernels.append(f"{where}: {run.kernel} <- {', '.join(run.names)} ({run.kernels} kernels)")
+            kernels.append(
+                f"{where}: {run.kernel} <- {', '.join(run.names)} ({run.kernels} kernels; training saves {run.saved})"
+            )
         left += [f"{where}: {name}: {why}" for name, why in plan.analysis.left]
     report = Report(tuple(kernels), tuple(left), tuple(untraced), before, after, bytes_before, bytes_after)
     print(report)

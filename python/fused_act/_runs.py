@@ -74,6 +74,7 @@ class Run:
         programs: for each input that may have the shape of the result: it, the steps, the operands.
         names: of the operations.
         kernel: the operator called, with its steps.
+        saved: what training keeps of a large tensor.
     """
 
     nodes: list[fx.Node]
@@ -82,6 +83,7 @@ class Run:
     programs: list[tuple[fx.Node, list[tuple], list[fx.Node]]]
     names: list[str] = field(default_factory=list)
     kernel: str = ""
+    saved: str = ""
     reads_before: int = 0
     reads_after: int = 0
 
@@ -118,6 +120,13 @@ class Analysis:
             and output.args == (kernel,)
         )
         return kernel.target.remembered if alone else None
+
+
+def _saved(main: fx.Node, steps: list[tuple], operands: list[fx.Node]) -> str:
+    bits, inputs = _C._saved(*encode(steps), len(operands))
+    if bits:
+        return f"{bits} bit{'s' * (bits > 1)} an element"
+    return ", ".join([main, *operands][n].name for n in inputs) or "nothing"
 
 
 def _small(node: fx.Node) -> bool:
@@ -476,6 +485,7 @@ class _Analyser:
                 scope["autocasts"] = torch.is_autocast_enabled
                 guard += f" and not autocasts({names[main]}.device.type)"  # which would return another dtype
             run.kernel = run.kernel or call.description
+            run.saved = run.saved or _saved(main, steps, operands)
             calls.append(call.open(run.inputs))
             lines += [
                 f"    if admits({', '.join([names[main], *checked])}){guard}{exact}:",
