@@ -18,7 +18,7 @@ import fused_act
 from fused_act import _bench
 from fused_act.__main__ import main
 from fused_act._bench import measure, results
-from fused_act._bench.cases import make_cases, read_by_backward
+from fused_act._bench.cases import code_bits, make_cases, read_by_backward
 from fused_act.demo import peak_memory
 
 EVERY = [operator.name for operator in fused_act.ops()]
@@ -118,6 +118,25 @@ def test_bytes(name, forward, backward):
     if case.operands:
         of_x_alone = case.bytes_moved("backward", shape, itemsize, operand_gradients=False)
         assert of_x_alone == count(backward[0], backward[1] - 1)
+
+
+@pytest.mark.parametrize(
+    "name, tensors, vectors, bits",
+    [
+        ("relu", 4, 0, 1),
+        ("relu_bias", 4, 2, 1),
+        ("min_bias_scale", 4, 2, 2),
+        ("add_act", 6, 2, 1),
+        ("silu_and_mul", 4, 0, 0),
+    ],
+)
+def test_bytes_with_codes(name, tensors, vectors, bits):
+    """Large tensors: forward writes the codes, and backward reads them and nothing else but grad_output."""
+    (case,) = make_cases([name], ["relu"])
+    shape = (4, 64, 32, 4)
+    assert code_bits(case) == bits
+    moved = case.bytes_moved("training", shape, 2)
+    assert moved == (tensors * math.prod(shape) + vectors * 64) * 2 + 2 * math.prod(shape) * bits // 8
 
 
 @pytest.mark.parametrize("case", make_cases(EVERY, ["relu", "silu"]), ids=lambda case: case.name)

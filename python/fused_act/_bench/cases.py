@@ -36,18 +36,23 @@ class Case:
 
     def bytes_moved(self, section: str, shape: Sequence[int], itemsize: int, operand_gradients: bool = True) -> int:
         """The bytes that ``section`` has to move for an x of ``shape``: each input whose value counts is read once and
-        each result written once. Backward reads grad_output too, and no input that its gradients do not depend on;
-        without ``operand_gradients`` it writes those of x and of operands as large as x."""
+        each result written once. Backward reads grad_output too, and no input that its gradients do not depend on, or
+        where there are codes, those; without ``operand_gradients`` it writes those of x and of operands as large as
+        x."""
         sizes = {self.operator.input: math.prod(shape)}
         sizes |= {p.name: math.prod(shape) if p.is_input else shape[1] for p in self.operands}
         result = math.prod(self.result_shape(shape))
-        elements = 0
+        bits = code_bits(self) if itemsize < 8 and result >= _CODED else 0
+        elements = codes = 0
         if section in ("forward", "training"):
             elements += sum(sizes.values()) + result
         if section in ("backward", "training"):
-            elements += result + sum(sizes[name] for name in read_by_backward(self, operand_gradients))
-            elements += sum(sizes[name] for name in self.differentiated(operand_gradients))
-        return elements * itemsize
+            elements += result + sum(sizes[name] for name in self.differentiated(operand_gradients))
+            if bits:
+                codes = result * bits // 8 * (2 if section == "training" else 1)
+            else:
+                elements += sum(sizes[name] for name in read_by_backward(self, operand_gradients))
+        return elements * itemsize + codes
 
     def differentiated(self, operand_gradients: bool) -> list[str]:
         """The tensors that get a gradient, x first."""
@@ -115,6 +120,26 @@ def eager_operations(case: Case) -> int:
     with Count():
         case.written_out()(x, **values)
     return count
+
+
+_CODED = 1 << 14  # elements from which on training saves codes
+
+
+@functools.cache
+def code_bits(case: Case) -> int:
+    """How many bits an element training saves instead of tensors; 0 where it saves tensors. Found out by looking."""
+    saved: list[torch.Tensor] = []
+
+    def keep(t: torch.Tensor) -> torch.Tensor:
+        saved.append(t)
+        return t
+
+    with torch.random.fork_rng(devices=[]):
+        x = torch.randn(1, 2, 64, _CODED // 128, requires_grad=True)
+        values = case.parameters(x, requires_grad=True)
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+            getattr(torch.ops.fused_act, case.operator.name)(x, **values)
+    return saved[0].numel() * 32 // _CODED if [t.dtype for t in saved] == [torch.int32] else 0
 
 
 @functools.cache

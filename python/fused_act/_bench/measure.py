@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from .. import functional
 from .._build_info import version
 from ..demo import DTYPES, device_name, peak_memory, synchronize
-from .cases import Case, make_cases
+from .cases import Case, code_bits, make_cases
 
 SECTIONS = ("forward", "backward", "training", "overhead")
 LAYOUTS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
@@ -422,10 +422,12 @@ def bandwidth_calls(
             yield ("value + gradients", call), both(function)
         return
 
-    # The operator that backward consists of, called directly. Eager has none: its graph, which is kept.
-    # Of an operand as large as x the gradient counts among the bytes.
+    # The operator that backward consists of, called directly. Eager has none: its graph, which is kept; and so where
+    # training saves codes. Of an operand as large as x the gradient counts among the bytes.
     backward = getattr(torch.ops.fused_act, f"{case.operator.name}_backward").default
-    results = [eager(leaf, **values) for leaf in leaves]
+    results = {"eager": [eager(leaf, **values) for leaf in leaves]}
+    if code_bits(case):
+        results["fused"] = [function(leaf, **values) for leaf in leaves]
     detached = {name: v.detach() if isinstance(v, torch.Tensor) else v for name, v in values.items()}
     masks = {"grad_x": [True] + [p.is_input for p in case.operands]}
     if not all(masks["grad_x"]):
@@ -435,13 +437,14 @@ def bandwidth_calls(
         extra = {"output_mask": mask} if case.operands else {}
         return lambda i: backward(grads[i % 2], xs[i % 2], **detached, **extra)
 
-    def eager_backward(mask: list[bool]) -> IndexedCall:
+    def graph_backward(kept: list[torch.Tensor], mask: list[bool]) -> IndexedCall:
         wanted = [operand for operand, asked in zip(operands, mask[1:], strict=True) if asked]
-        return lambda i: torch.autograd.grad(results[i % 2], [leaves[i % 2], *wanted], grads[i % 2], retain_graph=True)
+        return lambda i: torch.autograd.grad(kept[i % 2], [leaves[i % 2], *wanted], grads[i % 2], retain_graph=True)
 
     for what, mask in masks.items():
-        yield (what, "fused"), fused_backward(mask)
-        yield (what, "eager"), eager_backward(mask)
+        for call in ("fused", "eager"):
+            kept = results.get(call)
+            yield (what, call), fused_backward(mask) if kept is None else graph_backward(kept, mask)
 
 
 def rounded(row: dict) -> dict:
