@@ -1283,7 +1283,10 @@ def test_a_model_that_cannot_be_copied_is_fused_in_place():
 def test_explain_a_model(capsys):
     report = fused_act.explain(nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(), nn.Linear(4, 4), nn.GELU()))
     assert (report.pointwise_before, report.pointwise_after) == (3, 2)
-    assert report.kernels[0].endswith("<- add_bias, relu (2 kernels; training saves 1 bit an element)")
+    assert report.kernels[0].endswith(
+        "<- add_bias, relu (2 kernels; training saves 1 bit an element; "
+        "in float64 and below 16384 elements convolve, channel_bias)"
+    )
     assert report.left == ("Sequential: gelu: one kernel already",)
     printed = capsys.readouterr().out
     assert "3 -> 2" in printed and "bytes per element" in printed and "one kernel already" in printed

@@ -457,7 +457,7 @@ class Report:
 
     Attributes:
         kernels: one line for each fused kernel: where, its operator, the operations in it, and what autograd keeps
-            for backward (of tensors of 16384 elements and more in float32 and the 16-bit types).
+            for backward.
         left: one line for each pointwise operation that stays, with the reason.
         untraced: one line for each function or module that was not traced, with the reason.
         pointwise_before, pointwise_after: pointwise kernels of eager, and with those fused.

@@ -74,7 +74,7 @@ class Run:
         programs: for each input that may have the shape of the result: it, the steps, the operands.
         names: of the operations.
         kernel: the operator called, with its steps.
-        saved: what training keeps of a large tensor.
+        saved: what training keeps.
     """
 
     nodes: list[fx.Node]
@@ -124,9 +124,10 @@ class Analysis:
 
 def _saved(main: fx.Node, steps: list[tuple], operands: list[fx.Node]) -> str:
     bits, inputs = _C._saved(*encode(steps), len(operands))
+    tensors = ", ".join([main, *operands][n].name for n in inputs) or "nothing"
     if bits:
-        return f"{bits} bit{'s' * (bits > 1)} an element"
-    return ", ".join([main, *operands][n].name for n in inputs) or "nothing"
+        return f"{bits} bit{'s' * (bits > 1)} an element; in float64 and below 16384 elements {tensors}"
+    return tensors
 
 
 def _small(node: fx.Node) -> bool:
