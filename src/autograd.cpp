@@ -82,8 +82,8 @@ struct SavedInput {
     const bool usable = grad.defined() && grad.scalar_type() == c10::typeMetaToScalarType(options.dtype()) &&
                         grad.device() == options.device() && same(grad.sym_sizes(), sizes) &&
                         same(grad.sym_strides(), strides);
-    if (!usable) return at::empty_strided_symint(sizes, strides, options);
-    return grad.requires_grad() ? grad.detach() : grad;  // which adds no edge to the graph
+    // One that requires a gradient would add an edge to the graph. (It cannot be detached where it is a batch.)
+    return usable && !grad.requires_grad() ? grad : at::empty_strided_symint(sizes, strides, options);
   }
   template <class F>
   void visit(F f) {
@@ -284,14 +284,13 @@ struct FusedNode final : Node {
     const std::lock_guard<std::mutex> lock(mutex_);
     Arguments a;
     static_cast<Constants&>(a) = constants;
-    for (const SavedInput& s : inputs) s.place.in(a) = s.unpack(getptr(), grad);
+    const bool connects = coded && at::GradMode::is_enabled();
+    for (const SavedInput& s : inputs) s.place.in(a) = s.unpack(getptr(), connects ? at::Tensor() : grad);
     if (from_output) to_zero(op, a);
     // The graph goes on from x and the operands as it would if they had been saved.
-    if (coded && at::GradMode::is_enabled()) {
-      const auto connect = [&](at::Tensor& t, int n) {
-        if (!t.defined() || !next_edge(n).is_valid()) return;
-        t = t.detach();
-        torch::autograd::impl::set_gradient_edge(t, next_edge(n));
+    if (connects) {
+      const auto connect = [&](const at::Tensor& t, int n) {
+        if (t.defined() && next_edge(n).is_valid()) torch::autograd::impl::set_gradient_edge(t, next_edge(n));
       };
       connect(a.x, 0);
       for (int k = 0; k < op.operands; ++k) connect(a.operand[k], 1 + k);

@@ -496,11 +496,11 @@ const Coding& coding_of(const Operator& op, const Arguments& a) {
     Coding coding;
     bool filled = false;
   };
-  constexpr size_t kPrograms = 64;
+  constexpr size_t kPrograms = 1 << 6;
   thread_local std::vector<Known> table(kPrograms);
   const Steps steps = op.fixed ? fixed_steps(op, a) : steps_of(op, a);
   const Program& program = steps.program;
-  size_t hash = program.length;
+  uint64_t hash = program.length;
   const auto mix = [&](uint64_t word) { hash = (hash ^ word) * 0x9e3779b97f4a7c15u + (hash >> 17); };
   int scalars = 0;
   for (int n = 0; n < program.length; ++n) {
@@ -513,7 +513,9 @@ const Coding& coding_of(const Operator& op, const Arguments& a) {
     memcpy(&bits, steps.scalars + s, sizeof bits);
     mix(bits);
   }
-  Known& entry = table[hash % kPrograms];
+  // Its highest bits: the lowest of round numbers are all 0, and would leave those of a product as they are.
+  hash = (hash ^ hash >> 29) * 0x9e3779b97f4a7c15u;
+  Known& entry = table[hash >> 58];
   const auto same = [](const Instruction& x, const Instruction& y) {
     return x.code == y.code && x.source == y.source && x.scalar == y.scalar;
   };

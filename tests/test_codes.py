@@ -6,6 +6,7 @@ so these are larger than those of other tests.
 
 import itertools
 import random
+import time
 
 import pytest
 import torch
@@ -288,6 +289,38 @@ def test_a_batch_of_gradients(listed, device):
     for k in range(3):
         for got, expected in zip(batch, torch.autograd.grad(y, [x, bias], go[k], retain_graph=True), strict=True):
             assert equal(got[k], expected)
+
+
+@pytest.mark.parametrize("name", ["relu", "bias_act", "act_add"])
+def test_a_batch_of_gradients_with_a_graph(name, device):
+    x, parameters, operands, _ = make(name, torch.float32, device)
+    tensors = [t.nan_to_num().requires_grad_() for t in (x, *operands.values())]
+    y = getattr(torch.ops.fused_act, name)(tensors[0], **parameters, **dict(zip(operands, tensors[1:])))
+    go = torch.stack([example(SHAPE, x.dtype, device, k).nan_to_num() for k in range(2)])
+    options = dict(retain_graph=True, create_graph=True)
+    batch = torch.autograd.grad(y, tensors, go, is_grads_batched=True, **options)
+    for k in range(2):
+        for got, expected in zip(batch, torch.autograd.grad(y, tensors, go[k], **options), strict=True):
+            assert equal(got[k], expected)
+
+
+def test_chains_that_differ_in_a_scalar_are_remembered(device):
+    """What is found out of a chain is kept by its steps and scalars; round numbers must not share a place."""
+    x = example(SHAPE, torch.float32, device).requires_grad_()
+    operands = [example(SHAPE, torch.float32, device, k) for k in (1, 2)]
+    steps = [("Minimum", ("operand", 0), ()), ("Maximum", ("operand", 1), ())]
+    programs = [encode([*steps, ("Clamp", None, (-1.0, bound))]) for bound in (1.0, 6.0)]
+
+    def calls(pair):
+        times = []
+        for _ in range(20):
+            begin = time.perf_counter()
+            for program in pair:
+                chain(x, operands, *program)
+            times.append(time.perf_counter() - begin)
+        return min(times)
+
+    assert calls(programs) < 5 * calls(programs[:1] * 2) + 1e-3
 
 
 def test_checkpoint_and_offload(device):
