@@ -407,10 +407,9 @@ void run_program(const Request& r, const Geometry& geometry, const CpuRange& ran
     case Mode::jvp:  // the first result of double backward
     case Mode::double_backward:
       return run<Program, Mode::double_backward, C>(program, r, geometry, range);
-#else
+#endif
     default:  // not reached
       return;
-#endif
   }
 }
 
