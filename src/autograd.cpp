@@ -182,12 +182,8 @@ class Derivative {
   // Inputs x, operands, u, v; output D, whose cotangent stands where g stands.
   void jvp(Arguments& a, variable_list& result) const {
     a.g = grads_[0];
+    of_direction(Mode::backward, a, result);
     const auto middle = needed_.begin() + 1 + op_.operands;
-    if (std::count(middle, needed_.end(), true)) {
-      std::copy(middle, needed_.end(), a.asked);
-      const variable_list linear = call(op_, Mode::backward, a);
-      std::copy(linear.begin(), linear.end(), result.begin() + 1 + op_.operands);
-    }
     if (std::count(needed_.begin(), middle, true)) {
       a.asked[0] = false;
       std::copy(needed_.begin(), middle, a.asked + 1);
@@ -205,13 +201,16 @@ class Derivative {
   }
   void coded_jvp(Arguments& a, variable_list& result) const {
     a.g = grads_[0];
-    const auto middle = needed_.begin() + 1 + op_.operands;
-    if (std::count(middle, needed_.end(), true)) {
-      std::copy(middle, needed_.end(), a.asked);
-      const variable_list linear = call(op_, Mode::coded_backward, a);
-      std::copy(linear.begin(), linear.end(), result.begin() + 1 + op_.operands);
-    }
+    of_direction(Mode::coded_backward, a, result);
     zeros(a, 0, result);
+  }
+  // What D is linear in: the direction, whose gradients are those that backward gives of x and the operands.
+  void of_direction(Mode backward, Arguments& a, variable_list& result) const {
+    const auto middle = needed_.begin() + 1 + op_.operands;
+    if (!std::count(middle, needed_.end(), true)) return;
+    std::copy(middle, needed_.end(), a.asked);
+    const variable_list linear = call(op_, backward, a);
+    std::copy(linear.begin(), linear.end(), result.begin() + 1 + op_.operands);
   }
   // The gradients of x and the operands, from place `first` on.
   void zeros(const Arguments& a, int first, variable_list& result) const {

@@ -468,7 +468,7 @@ const Dependencies& dependencies_of(const Program& program, Mode mode) {
 
 namespace {
 
-// Elements from which on codes are saved: two thirds of a microsecond are what another tensor takes.
+// Elements from which on codes are saved: another tensor to allocate costs a small one more than its 64 KB are worth.
 constexpr int64_t kWorthCodes = 1 << 14;
 // Programs index with 32 bits where they write codes.
 constexpr int64_t kMostCoded = (int64_t(1) << 31) - (1 << 16);
@@ -938,6 +938,33 @@ bool is_wrong(const Operator& op, const double* scalars) {
   return false;
 }
 
+// A GPU's kernels know x's dtype and the compute type, and no third.
+bool needs_compute_type(const Arguments& a, const at::Tensor& t, bool cuda) {
+  return cuda && t.scalar_type() != a.x.scalar_type() && t.scalar_type() != compute_type(a.x);
+}
+
+Request::Operand operand_to_read(const Arguments& a, Work& work, const Placement& p, const at::Tensor& given, bool cuda) {
+  Request::Operand o;
+  if (is_host_scalar(a.x, given)) {
+    o.value = given.item<double>();
+    return o;
+  }
+  const at::Tensor& t = needs_compute_type(a, given, cuda) ? work.keep(given.to(compute_type(a.x))) : given;
+  o.data = t.const_data_ptr();
+  o.dtype = dtype_of(t.scalar_type());
+  o.strides = broadcast_strides(work, a.x, p, t);
+  return o;
+}
+
+// Of operand k.
+Request::OperandGradient gradient_to_write(const Operator& op, const Arguments& a, Work& work, int k, bool cuda) {
+  at::Tensor to = work.out[full_outputs(work.request.mode) + k];
+  if (needs_compute_type(a, to, cuda))
+    to = work.narrow[k] = at::empty_like(to, to.options().dtype(compute_type(a.x)));
+  const Placement p = place(op, a, op.operand_name(k), to);
+  return {to.mutable_data_ptr(), dtype_of(to.scalar_type()), broadcast_strides(work, a.x, p, to), to.numel()};
+}
+
 // Fills in the Request. In place: the result goes to x. `cuda`: kernels read operands of x's dtype or of the compute
 // type, and write gradients in one of these.
 void prepare(const Operator& op, Mode mode, const Arguments& a, Work& work, bool cuda, bool in_place) {
@@ -1002,16 +1029,8 @@ void prepare(const Operator& op, Mode mode, const Arguments& a, Work& work, bool
   const auto operand = [&](Request::Operand& to, const std::string& name, const at::Tensor& given, uint32_t bit) {
     const Placement p = place(op, a, name, given);
     if (!(read & bit)) return;
-    if (is_host_scalar(a.x, given)) {
-      to.value = given.item<double>();
-      return;
-    }
-    const bool narrow = cuda && given.scalar_type() != a.x.scalar_type() && given.scalar_type() != compute_type(a.x);
     const bool other_view = in_place && given.is_alias_of(a.x) && !given.is_same(a.x);
-    const at::Tensor& t = narrow        ? work.keep(given.to(compute_type(a.x)))
-                          : other_view ? work.keep(given.clone())
-                                       : given;
-    to = {t.const_data_ptr(), dtype_of(t.scalar_type()), broadcast_strides(work, a.x, p, t)};
+    to = operand_to_read(a, work, p, other_view ? work.keep(given.clone()) : given, cuda);
   };
   for (int k = 0; k < op.operands; ++k) {
     const int n = work.place[k] = op.kernel_operand(k);
@@ -1052,11 +1071,7 @@ void prepare(const Operator& op, Mode mode, const Arguments& a, Work& work, bool
       to.zero_();
       continue;
     }
-    if (cuda && to.scalar_type() != a.x.scalar_type() && to.scalar_type() != compute_type(a.x))
-      to = work.narrow[k] = at::empty_like(to, to.options().dtype(compute_type(a.x)));
-    const Placement p = place(op, a, op.operand_name(k), to);
-    r.operand_gradient[op.kernel_operand(k)] = {to.mutable_data_ptr(), dtype_of(to.scalar_type()),
-                                                broadcast_strides(work, a.x, p, to), to.numel()};
+    r.operand_gradient[op.kernel_operand(k)] = gradient_to_write(op, a, work, k, cuda);
   }
 }
 
@@ -1100,28 +1115,16 @@ void prepare_decoding(const Operator& op, Mode mode, const Arguments& a, Work& w
       const Placement p = place(op, a, name, given);
       const int n = work.place[k] = r.operands++;
       column(1 + n, 1 + k);
-      Request::Operand& v = r.v[n];
-      if (is_host_scalar(a.x, given)) {
-        v.value = given.item<double>();
-      } else {
-        const bool narrow = cuda && given.scalar_type() != a.x.scalar_type() && given.scalar_type() != compute_type(a.x);
-        const at::Tensor& t = narrow ? work.keep(given.to(compute_type(a.x))) : given;
-        v = {t.const_data_ptr(), dtype_of(t.scalar_type()), broadcast_strides(work, a.x, p, t)};
-      }
+      r.operand[n] = r.v[n] = operand_to_read(a, work, p, given, cuda);  // vector kernels look among the operands
       r.v_present[n] = true;
-      r.operand[n] = v;  // where vector kernels look for it
     } else if (work.out[1 + k].defined()) {
-      at::Tensor to = work.out[1 + k];
       if (r.numel == 0) {
-        to.zero_();
+        work.out[1 + k].zero_();
         continue;
       }
       const int n = work.place[k] = r.operands++;
       column(1 + n, 1 + k);
-      if (cuda && to.scalar_type() != a.x.scalar_type() && to.scalar_type() != compute_type(a.x))
-        to = work.narrow[k] = at::empty_like(to, to.options().dtype(compute_type(a.x)));
-      r.operand_gradient[n] = {to.mutable_data_ptr(), dtype_of(to.scalar_type()),
-                               broadcast_strides(work, a.x, place(op, a, op.operand_name(k), to), to), to.numel()};
+      r.operand_gradient[n] = gradient_to_write(op, a, work, k, cuda);
     }
   }
 }
@@ -1713,6 +1716,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     return py::make_tuple(py::cpp_function([kernel](const py::args& given) { return (*kernel)(given); }),
                           py::cpp_function([kernel](int call, const py::args& given) { kernel->remember(call, given); }));
   });
+  module.attr("_coded_from") = kWorthCodes;
   // What training saves of a program: bits an element, or the inputs that backward reads: 0 is x, 1 + k operand k.
   module.def("_saved", [](std::vector<int64_t> program, std::vector<double> scalars, int operands) {
     const auto listed = std::find_if(operators().begin(), operators().end(), [](const Operator& op) { return op.listed; });

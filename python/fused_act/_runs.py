@@ -126,7 +126,7 @@ def _saved(main: fx.Node, steps: list[tuple], operands: list[fx.Node]) -> str:
     bits, inputs = _C._saved(*encode(steps), len(operands))
     tensors = ", ".join([main, *operands][n].name for n in inputs) or "nothing"
     if bits:
-        return f"{bits} bit{'s' * (bits > 1)} an element; in float64 and below 16384 elements {tensors}"
+        return f"{bits} bit{'s' * (bits > 1)} an element; in float64 and below {_C._coded_from} elements {tensors}"
     return tensors
 
 

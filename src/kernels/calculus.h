@@ -71,7 +71,7 @@ constexpr bool kDecodes<Decoder<operands, two>> = true;
 //   N direction(int k)
 //   bool moves(int k)                      is there a v? An absent one is an inactive tangent, not a zero
 //   void gradient(int k, const N& value)   takes the gradient of operand k, once
-//   CodeBits<N> code()                         where codes are read
+//   CodeBits<N> code()                     where codes are read
 //   memory<M>()                            memory (program.h) for numbers of type M
 template <Mode mode, class Op, class N, class Io>
 FUSED_ACT_FN Outputs<N> evaluate(const Op& op, const Scalar<compute_t<N>>* scalars, const N& x, const N& g, const N& u,

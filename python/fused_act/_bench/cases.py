@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .. import _C
 from .._table import Operator, Parameter, ops
 
 
@@ -42,7 +43,7 @@ class Case:
         sizes = {self.operator.input: math.prod(shape)}
         sizes |= {p.name: math.prod(shape) if p.is_input else shape[1] for p in self.operands}
         result = math.prod(self.result_shape(shape))
-        bits = code_bits(self) if itemsize < 8 and result >= _CODED else 0
+        bits = code_bits(self) if itemsize < 8 and result >= _C._coded_from else 0
         elements = codes = 0
         if section in ("forward", "training"):
             elements += sum(sizes.values()) + result
@@ -122,9 +123,6 @@ def eager_operations(case: Case) -> int:
     return count
 
 
-_CODED = 1 << 14  # elements from which on training saves codes
-
-
 @functools.cache
 def code_bits(case: Case) -> int:
     """How many bits an element training saves instead of tensors; 0 where it saves tensors. Found out by looking."""
@@ -135,11 +133,11 @@ def code_bits(case: Case) -> int:
         return t
 
     with torch.random.fork_rng(devices=[]):
-        x = torch.randn(1, 2, 64, _CODED // 128, requires_grad=True)
+        x = torch.randn(1, 2, 64, _C._coded_from // 128, requires_grad=True)
         values = case.parameters(x, requires_grad=True)
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
             getattr(torch.ops.fused_act, case.operator.name)(x, **values)
-    return saved[0].numel() * 32 // _CODED if [t.dtype for t in saved] == [torch.int32] else 0
+    return saved[0].numel() * 32 // x.numel() if [t.dtype for t in saved] == [torch.int32] else 0
 
 
 @functools.cache

@@ -559,17 +559,17 @@ template <class Op, int bytes, Mode mode>
 __global__ void __launch_bounds__(kThreads, tuning::flat_residents<Op>(mode, kVector<bytes>))
     flat_kernel(const __grid_constant__ Args<Op, Compute<bytes>> a) {
   NoSums sums;
-  constexpr bool all_vote = mode == Mode::coded;
+  constexpr bool all_run = mode == Mode::coded;
   if constexpr (Op::kFramed) {
     const uint32_t i = (blockIdx.x * kThreads + threadIdx.x) * kVector<bytes>, numel = uint32_t(a.numel);
-    if (!all_vote && i >= numel) return;
+    if (!all_run && i >= numel) return;
     using At = Vector<bytes, uint32_t>;
-    At at = all_vote ? At(i, 0, 0, numel) : At(i);
+    At at = all_run ? At(i, 0, 0, numel) : At(i);
     if (a.plan.pitched) at.row[0] = a.plan.by_inner.quotient(i);
     process<Op, bytes, mode>(a, at, sums);
   } else {
     const int64_t i = (int64_t(blockIdx.x) * kThreads + threadIdx.x) * kVector<bytes>;
-    if (!all_vote && i >= a.numel) return;
+    if (!all_run && i >= a.numel) return;
     process<Op, bytes, mode>(a, Vector<bytes>(i, 0, 0, a.numel), sums);
   }
 }

@@ -223,7 +223,7 @@ __global__ void __launch_bounds__(kThreads, all || mode == Mode::coded ? tuning:
     program_kernel(const __grid_constant__ Args<Program, float> a) {
   constexpr int n = kVector<bytes>, lanes = tuning::program_lanes(mode, bytes, all);
   const uint32_t i = blockIdx.x * blockDim.x * lanes + threadIdx.x * n, numel = uint32_t(a.numel);
-  if (mode == Mode::forward && i >= numel) return;  // of codes, all threads vote
+  if (mode == Mode::forward && i >= numel) return;  // a neighbour may need this thread's codes
   ProgramGroup<bytes, lanes> at(i, blockDim.x * n, 0, numel);
   Scratch<lanes> scratch(a.plan.entries);
   NoSums sums;
