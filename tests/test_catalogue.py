@@ -519,3 +519,5 @@ def test_fold_batchnorm(affine, device):
     torch.testing.assert_close(y, F.silu(bn(x)))
     with pytest.raises(ValueError, match="no running statistics"):
         nn.fold_batchnorm(torch.nn.BatchNorm1d(3, track_running_stats=False))
+    with pytest.raises(TypeError, match="fold_batchnorm: expected a BatchNorm, but got a Linear"):
+        nn.fold_batchnorm(torch.nn.Linear(2, 2))

@@ -1179,6 +1179,28 @@ def test_batchnorm_is_folded_on_request():
         assert_same_model(model.train(training), folded.train(training), x)
 
 
+def test_a_fused_model_is_folded_on_request():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.bn = nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)
+
+        def forward(self, x):
+            return F.silu(self.bn(self.conv(x))) * 2
+
+    model = nn.Sequential(Block(), Block()).eval()
+    fused, x = fused_act.fuse(model), torch.randn(2, 3, 5, 5)
+    assert not any("scale_and_shift" in line for line in fused_act.explain(fused).kernels)
+    folded = fused_act.fuse(fused, fold_batchnorm=True)
+    assert not any("batch_norm" in name for name in operators(folded, x).names)
+    assert any("batch_norm" in name for name in operators(fused, x).names), "the first one is as it was"
+    assert_same_model(model, folded, x)
+    kernels = fused_act.explain(folded).kernels
+    assert kernels == fused_act.explain(model, fold_batchnorm=True).kernels
+    assert len(kernels) == 2 and all("scale_and_shift" in line for line in kernels)
+    assert fused_act.explain(fused_act.fuse(folded)).kernels == kernels, "it stays folded"
+
+
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_checkpoint(use_reentrant):
     fused = fused_act.fuse(Conv().eval())

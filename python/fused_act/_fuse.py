@@ -359,6 +359,10 @@ def _fuse_modules(model: nn.Module, fold_batchnorm: bool) -> dict[str, list[_Pla
     found: dict[str, list[_Plan]] = {}
     changes = []
     for path, module in model.named_modules():
+        before = vars(module).get("_fused_act")
+        if before is not None and fold_batchnorm and not before.fold_batchnorm:  # once more, from the start
+            module.__class__ = type(module)._fused_act_original
+            del module.__dict__["_fused_act"]
         if not _may_fuse(module):
             continue
         key = _default_key(type(module).forward)
@@ -549,7 +553,8 @@ def _module_plans(model: nn.Module, key: Any, fold_batchnorm: bool) -> dict[str,
         own = key if not path and key is not None else _default_key(kind.forward)
         if own is None:
             continue
-        plan = _plan(kind.forward, module, own, fold_batchnorm)
+        fused = vars(module).get("_fused_act")  # says itself whether it folds
+        plan = _plan(kind.forward, module, own, fold_batchnorm if fused is None else fused.fold_batchnorm)
         if plan.analysis is None and not any(True for _ in module.children()) and has_hooks(module):
             continue
         prefix = f"{path}." if path else ""

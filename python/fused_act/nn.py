@@ -145,8 +145,11 @@ def fold_batchnorm(bn: torch.nn.modules.batchnorm._BatchNorm) -> tuple[Tensor, T
         bn: a BatchNorm that tracks running statistics. Its mode is not looked at.
 
     Raises:
+        TypeError: ``bn`` is no BatchNorm.
         ValueError: ``bn`` has no running statistics.
     """
+    if not isinstance(bn, torch.nn.modules.batchnorm._BatchNorm):
+        raise TypeError(f"fused_act.nn.fold_batchnorm: expected a BatchNorm, but got a {type(bn).__name__}")
     if bn.running_mean is None or bn.running_var is None:
         raise ValueError("fused_act.nn.fold_batchnorm: the BatchNorm has no running statistics to fold")
     scale = (bn.running_var.double() + bn.eps).rsqrt()
