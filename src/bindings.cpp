@@ -470,8 +470,6 @@ namespace {
 
 // Elements from which on codes are saved: another tensor to allocate costs a small one more than its 64 KB are worth.
 constexpr int64_t kWorthCodes = 1 << 14;
-// Programs index with 32 bits where they write codes.
-constexpr int64_t kMostCoded = (int64_t(1) << 31) - (1 << 16);
 
 Coding find_coding(const Program& program, const double* scalars) {
   Coding c{find_codes<false>(program, scalars), find_codes<true>(program, scalars)};
@@ -537,8 +535,10 @@ static c10::SymInt count_code_words(const Coding& coding, const at::Tensor& x) {
 bool should_code(const Operator& op, const Arguments& a, uint32_t asked) {
   const auto dtype = a.x.scalar_type();
   if (op.packing != Packing::none || (dtype != at::kFloat && dtype != at::kHalf && dtype != at::kBFloat16)) return false;
+  // A size that a trace does not know is taken for one that has codes: a condition in the graph would keep it from being
+  // exported.
   const std::optional<int64_t> numel = a.x.sym_numel().maybe_as_int();
-  if (numel && (*numel < kWorthCodes || *numel > kMostCoded)) return false;
+  if (numel && (*numel < kWorthCodes || *numel > kShortElements)) return false;
   return (asked & ~coding_of(op, a).known()) == 0;
 }
 
@@ -1320,6 +1320,9 @@ std::vector<Spread> spread_gradients(const Operator& op, const Arguments& a, Wor
 
 void run_cuda(const Operator& op, Mode mode, const Arguments& a, Work& work) {
   const c10::cuda::CUDAGuard guard(a.x.device());
+  if (mode == Mode::coded || reads_codes(mode))  // only a graph for sizes that were not known comes here with more
+    TORCH_CHECK_VALUE(a.x.numel() <= kShortElements, op.label(), ": training saves codes of at most ", kShortElements,
+                      " elements on a GPU, but x has ", a.x.numel(), "; a graph that is compiled for that size saves x");
   if (reads_codes(mode)) {
     prepare_decoding(op, mode, a, work, /*cuda=*/true);
   } else {

@@ -125,33 +125,30 @@ struct Framed {
     }
     if (frame.has(Frame::bias)) v = add(v, operand(Frame::bias));
     if (frame.has(Frame::addend)) v = add(v, operand(Frame::addend));
-    const auto d = Evaluator<N>::template linearize<Activation>(v, v, scalars + Frame::scalar_of(Frame::activation));
-    v = d.value;
-    Cotangent<N> c = Cotangent<N>::one();
-    if (frame.has(Frame::gain)) {
-      const Scalar<compute_t<N>>* gain = scalars + Frame::scalar_of(Frame::gain);
-      v = fused_act::scale(v, gain->value);
-      if (frame.has(Frame::product)) {
-        give(Frame::operand_of(Frame::product), Cotangent<N>{v, always});
-        c.value = operand(Frame::product);
-      }
-      c.value = fused_act::scale(c.value, gain->value);
-    } else if (frame.has(Frame::product)) {
-      give(Frame::operand_of(Frame::product), Cotangent<N>{v, always});
-      c.value = operand(Frame::product);
+    const Scalar<compute_t<N>>* const own = scalars + Frame::scalar_of(Frame::activation);
+    const compute_t<N> gain = scalars[Frame::scalar_of(Frame::gain)].value;
+    const auto with_gain = [&](const N& n) FUSED_ACT_LAMBDA { return frame.has(Frame::gain) ? fused_act::scale(n, gain) : n; };
+    // The value in a branch of its own: with the derivative, whose formula need not share anything with it (kHasRoughSlope),
+    // it would be computed for all.
+    if (frame.has(Frame::product)) {
+      const N value = with_gain(Evaluator<N>::template apply<Activation>(v, v, own));
+      give(Frame::operand_of(Frame::product), Cotangent<N>{value, always});
     }
-    if (frame.has(Frame::sum)) {
-      v = add(v, operand(Frame::sum));
-      give(Frame::operand_of(Frame::sum), Cotangent<N>::one());
+    if (frame.has(Frame::sum)) give(Frame::operand_of(Frame::sum), Cotangent<N>::one());
+    const auto d = Evaluator<N>::template linearize<Activation>(v, v, own);
+    Cotangent<N> c{d.tangent[0], d.active[0]};
+    if (frame.has(Frame::product)) {
+      c.value = mul(with_gain(operand(Frame::product)), c.value);
+    } else {
+      c.value = with_gain(c.value);
     }
-    c = c.through(d.tangent[0], d.active[0]);
     if (frame.has(Frame::addend)) give(Frame::operand_of(Frame::addend), c);
     if (frame.has(Frame::bias)) give(Frame::operand_of(Frame::bias), c);
     if (frame.has(Frame::scale)) {
       give(Frame::operand_of(Frame::scale), c.through(x, always));
       c = c.through(scale, always);
     }
-    return {v, c};
+    return {v, c};  // backward asks for the derivative alone
   }
 };
 

@@ -18,6 +18,10 @@ FUSED_ACT_FN I code_words(const I& numel) {
   return (numel + (4 * kCodeWord - 1)) / (4 * kCodeWord) * 4;
 }
 
+// Elements that kernels of 32-bit indices take at most: Programs, frames and all that has codes. An index stays below 2^31,
+// also where a block goes beyond the end by what it takes at a time.
+constexpr int64_t kShortElements = (int64_t(1) << 31) - (1 << 16);
+
 // Strides are in elements and per dimension of the iteration space; a broadcast dimension has stride 0.
 struct Request {
   struct Tensor {

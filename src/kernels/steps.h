@@ -281,7 +281,7 @@ struct Selu : HeavyStep {
 struct Silu : HeavyStep {
   template <class N>
   FUSED_ACT_FN static N apply(const N& x, const N*, const Scalar<compute_t<N>>*) {
-    return mul(x, sigmoid(x));
+    return silu(x);
   }
 };
 
@@ -291,7 +291,7 @@ struct SiluScaled : HeavyStep {
   template <class N>
   FUSED_ACT_FN static N apply(const N& x, const N*, const Scalar<compute_t<N>>* s) {
     using C = compute_t<N>;
-    return mul(x, sigmoid_scaled(x, Split<C>{s[0].value, C(0)}));
+    return silu(x, Split<C>{s[0].value, C(0)});
   }
 };
 
@@ -300,28 +300,28 @@ struct QuickGelu : HeavyStep {
   template <class N>
   FUSED_ACT_FN static N apply(const N& x, const N*, const Scalar<compute_t<N>>*) {
     using C = compute_t<N>;
-    return mul(x, sigmoid_scaled(x, Split<C>::of(1.702)));
+    return silu(x, Split<C>::of(1.702));
   }
 };
 
 struct Gelu : HeavyStep {
   template <class N>
   FUSED_ACT_FN static N apply(const N& x, const N*, const Scalar<compute_t<N>>*) {
-    return mul(x, normal_cdf(x));
+    return gelu(x);
   }
 };
 
 struct GeluTanh : HeavyStep {
   template <class N>
   FUSED_ACT_FN static N apply(const N& x, const N*, const Scalar<compute_t<N>>*) {
-    return mul(x, tanh_gate(x));
+    return gelu_tanh(x);
   }
 };
 
 struct Mish : HeavyStep {
   template <class N>
   FUSED_ACT_FN static N apply(const N& x, const N*, const Scalar<compute_t<N>>*) {
-    return mul(x, mish_gate(x));
+    return mish(x);
   }
 };
 

@@ -430,8 +430,7 @@ void run_operator(const Request& r, const Geometry& geometry, const CpuRange& ra
 template <int operands, bool two>
 void run_decoder(const Request& r, const Geometry& geometry, const CpuRange& range) {
   using Op = Decoder<operands, two>;
-  Op op;
-  op.active = r.table.active;
+  const Op op = Op::of(r.table, r.scalars);
   if (r.mode == Mode::coded_backward) return run<Op, Mode::backward, float>(op, r, geometry, range);
 #if defined(CPU_CAPABILITY_DEFAULT)
   run<Op, Mode::jvp, float>(op, r, geometry, range);

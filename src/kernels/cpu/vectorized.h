@@ -26,6 +26,7 @@ struct Arithmetic<at::vec::Vectorized<C>> {
   static N negative(const N& a) { return a.neg(); }
   static N absolute(const N& a) { return a.abs(); }
   static N exp(const N& a) { return a.exp(); }
+  static N exp_falling(const N& a) { return a.exp(); }
   static N expm1(const N& a) { return a.expm1(); }
   static N log1p(const N& a) { return a.log1p(); }
   static N tanh(const N& a) { return a.tanh(); }

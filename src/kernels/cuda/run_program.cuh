@@ -30,8 +30,7 @@ template <int bytes>
 const char* run_decoder(const Request& r, const Geometry& geometry, const Cuda& cuda) {
   const auto run = [&](auto operands, auto two) {
     using Op = Decoder<decltype(operands)::value, decltype(two)::value>;
-    Op op;
-    op.active = r.table.active;
+    const Op op = Op::of(r.table, r.scalars);
     if (r.mode == Mode::coded_jvp) return run_with_codes(Launcher<Op, bytes, Mode::jvp>(op, r, geometry, cuda));
     return run_with_codes(Launcher<Op, bytes, Mode::backward>(op, r, geometry, cuda));
   };
