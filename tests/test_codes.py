@@ -169,6 +169,36 @@ def test_sums_for_operands(shape, dtype, device):
         torch.testing.assert_close(a.cpu().double(), b, rtol=torch.finfo(t.dtype).eps, atol=0)
 
 
+ROWS = [
+    (2048, 1, 9), (1, 2, 9000), (3, 1, 6001), (2, 3, 4097), (7, 5, 513), (64, 3, 100), (33, 64, 9), (129, 128, 1),
+    (1025, 17, 1), (9000, 2, 1), (5, 3, 16384), (2, 2, 40001), (300, 7, 8),
+    (300, 7, 31), (17, 1000, 2), (1, 1, 100003), (4, 16500, 1), (8193, 2, 1), (2049, 2, 1), (1025, 2, 1), (1361, 3, 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("rows", ROWS, ids=str)
+@pytest.mark.parametrize("dtype", NARROW, ids=str)
+@pytest.mark.parametrize("name", ["relu_bias", "min_bias_scale"])
+def test_sums_of_any_length(name, dtype, rows, device):
+    """Of channels whose parts begin and end within vectors, in one block or many: every element once."""
+    outer, channels, inner = rows
+    g = torch.Generator().manual_seed(5)
+    shape = (outer, channels, inner) if inner > 1 else (outer, channels)
+    x, go = (torch.randint(-4, 5, shape, generator=g).to(device, dtype).requires_grad_(k == 0) for k in range(2))
+    bias = torch.zeros(channels, dtype=torch.float32, device=device, requires_grad=True)
+    numbers = {"value": 1.0, "scale": 2.0} if name == "min_bias_scale" else {}
+    y, kept = saved_by(lambda: getattr(torch.ops.fused_act, name)(x, bias=bias, **numbers))
+    assert (kept[0].dtype == torch.int32) == (x.numel() >= fused_act._C._coded_from)
+    wide = x.detach().cpu().double().requires_grad_()
+    own = torch.zeros(channels, dtype=torch.float64, requires_grad=True)
+    shaped = own.view(-1, *[1] * (len(shape) - 2))
+    value = torch.tensor(1.0, dtype=torch.float64)
+    expected = (torch.minimum(wide, value) + shaped) * 2 if numbers else torch.relu(wide) + shaped
+    got = torch.autograd.grad(y, [x, bias], go)
+    for a, b in zip(got, torch.autograd.grad(expected, [wide, own], go.cpu().double()), strict=True):
+        assert torch.equal(a.cpu().double(), b)
+
+
 def test_only_what_is_asked(device):
     x, _, operands, _ = make("relu_bias", torch.float32, device)
     bias, go = operands["bias"], example(SHAPE, x.dtype, device, 9)

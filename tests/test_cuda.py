@@ -12,6 +12,7 @@ import pytest
 import torch
 from cases import call, tracked
 from oracle import assert_same
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fused_act
 from fused_act._bench.cases import code_bits, make_cases
@@ -41,6 +42,16 @@ def no_synchronisation():
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+class one_kernel_at_a_time(TorchDispatchMode):
+    """Waits for the end of each operator that PyTorch's dispatch shows."""
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        torch.cuda.synchronize()
+        result = function(*arguments, **(keywords or {}))
+        torch.cuda.synchronize()
+        return result
 
 
 def test_no_synchronisation(op, dtype):
@@ -141,6 +152,63 @@ def test_graph_capture_forward_and_backward(op, dtype, layout):
         graph.replay()
         for a, b in zip(captured, forward_backward(op, static, params, static_go)):
             assert_same(a, b)
+
+
+def dependent_kernels(x, bias):
+    """Kernels of ours and PyTorch's, each of which needs what one before wrote, or overwrites what it read."""
+    ops = torch.ops.fused_act
+    y = ops.relu_bias(x, bias)
+    z = ops.hardswish(y)
+    ops.leaky_relu_(y, 0.5)  # what the kernel before reads
+    z = z + y
+    ops.hardtanh_(z, -2.0, 2.0)
+    go = ops.bias_act(z, bias, "silu")
+    x.mul_(0.5)
+    leaf, own = x.detach().requires_grad_(), bias.detach().requires_grad_()
+    # Rows and columns of partial sums, and what finishes them.
+    rows = torch.autograd.grad(ops.bias_act(leaf, own, "mish"), [leaf, own], go)
+    columns = torch.autograd.grad(ops.relu_bias(leaf[:, :, 0, 0], own), [leaf, own], go[:, :, 0, 0])
+    scaled = ops.scale_shift_act(rows[0], rows[1], columns[1], "tanh")
+    ops.relu_(x)
+    return [ops.min_bias_scale(scaled, 0.1, columns[1], 3.0), ops.add_act(columns[0], x, "gelu"), y, z, rows[1]]
+
+
+@pytest.mark.parametrize("how", ["stream", "graph"])
+@pytest.mark.parametrize("shape", [(1, 3, 2, 2), (5, 8, 9, 7), (16, 64, 16, 16), (16, 64, 65, 64)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_kernel_waits_for_the_one_before(dtype, shape, how):
+    """A kernel may be launched while the one before it still runs."""
+    generator = torch.Generator().manual_seed(1)
+    inputs = [torch.randn(shape, generator=generator).to(CUDA, dtype) for _ in range(3)]
+    bias = torch.randn(shape[1], generator=generator).to(CUDA, dtype)
+    expected = []
+    for x in inputs:
+        with one_kernel_at_a_time():
+            expected.append(dependent_kernels(x.clone(), bias))
+        if dtype == torch.float32:
+            for a, b in zip(expected[-1][2:], dependent_kernels(x.cpu(), bias.cpu())[2:], strict=True):
+                torch.testing.assert_close(a.cpu(), b, rtol=1e-3, atol=1e-3)
+    static = inputs[0].clone()
+    if how == "stream":
+
+        def run():
+            return dependent_kernels(static, bias)
+
+    else:
+        warm_up(lambda: dependent_kernels(static, bias))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = dependent_kernels(static, bias)
+
+        def run():
+            graph.replay()
+            return [t.clone() for t in captured]
+
+    for _ in range(20):
+        for x, want in zip(inputs, expected, strict=True):
+            static.copy_(x)
+            for a, b in zip(run(), want, strict=True):
+                assert_same(a, b)
 
 
 def test_graph_capture_of_double_backward_and_jvp(op):

@@ -14,10 +14,14 @@
 namespace fused_act {
 
 namespace tuning {
-// Blocks that a reduction of a large tensor is cut into. Many for row_kernel, whose last wave idles: at (128, 64, 126,
-// 126) in bfloat16 on an H100, 295 us with 8192 blocks, 280 with 16384, 295 with 32768. Fewer for column_kernel, where
-// each block leaves a partial sum for every channel.
-constexpr int64_t kRowBlocks = 16896;
+// Blocks that a reduction of a large tensor is cut into. Many for row_kernel, whose last wave idles; of as many bytes in
+// either type: at (128, 64, 126, 126) on an H200 relu_bias's backward takes 1.09 copies in float32 with 16896 blocks and 1.12
+// with half of them, in bfloat16 1.27 and 1.20. Fewer for column_kernel, where each block leaves a partial sum for every
+// channel.
+template <class Op>
+constexpr int64_t row_blocks(int bytes) {
+  return Op::kFramed || bytes == 2 ? 8448 : 16896;
+}
 constexpr int64_t kColumnBlocks = 4224;
 // Vectors that a thread handles at least.
 constexpr int kMinVectorsPerThread = 2;
@@ -27,25 +31,43 @@ template <class Op>
 constexpr int reduction_residents(int elements) {
   return Op::kFramed && elements == 8 ? 3 : 4;
 }
-constexpr int kReductionUnroll = 2;
-// Threads that a multiprocessor holds at most.
-#if !defined(__CUDA_ARCH__)
-constexpr int kMaxThreads = 1024;
-#elif __CUDA_ARCH__ == 750
-constexpr int kMaxThreads = 1024;
-#elif __CUDA_ARCH__ == 800 || __CUDA_ARCH__ == 900 || __CUDA_ARCH__ == 1000
-constexpr int kMaxThreads = 2048;
-#else
-constexpr int kMaxThreads = 1536;
+// Vectors of which row_kernel and column_kernel load what they read before they evaluate the first: enough of it is then on
+// its way for the memory of an H200. relu_bias's backward there, of the copy: one at a time 1.36 in bfloat16 and 1.27 in
+// float32, two 1.20 and 1.09, four 1.08 and 1.10. Frames have no registers for a second.
+template <class Op>
+constexpr int row_batch(int bytes) {
+  if constexpr (kDecodes<Op>)
+    if (!Op::kTwo && bytes == 2) return 4;
+  return Op::kFramed ? 1 : 2;
+}
+constexpr int kColumnBatch = 2;
+// What differs between architectures: the threads that a multiprocessor holds at most (its registers are 65,536 in all). By
+// compute capability; one that is not listed is like the greatest below it.
+struct Architecture {
+  int capability, threads;
+};
+constexpr Architecture kArchitectures[] = {{750, 1024}, {800, 2048}, {860, 1536}, {900, 2048}, {1100, 1536}};
+constexpr Architecture architecture(int capability) {
+  Architecture found = kArchitectures[0];
+  for (const Architecture& a : kArchitectures)
+    if (a.capability <= capability) found = a;
+  return found;
+}
+#if defined(__CUDA_ARCH__)
+constexpr int kMaxThreads = architecture(__CUDA_ARCH__).threads;
+#else  // never used: what a host compiler sees of a kernel
+constexpr int kMaxThreads = architecture(0).threads;
 #endif
 // Blocks of a compiled flat_kernel that a multiprocessor holds at least. In forward as many as there can be, 32 registers
-// a thread on an H100; three quarters of that, 40 registers, for a frame's operands beside eight elements. Backward of a
-// cheap chain takes what registers it needs.
+// a thread on an H100; three quarters of that, 40 registers, for a frame's operands beside eight elements, and where codes
+// of two bits are read. Backward of a cheap chain takes what registers it needs.
 template <class Op>
 constexpr int flat_residents(Mode mode, int elements) {
   const int most = kMaxThreads / kThreads;
   if (mode == Mode::forward) return Op::kFramed && elements == 8 ? most * 3 / 4 : most;
-  if (mode == Mode::coded || kDecodes<Op>) return elements == 8 ? most * 3 / 4 : most;
+  if (mode == Mode::coded) return most;
+  if constexpr (kDecodes<Op>)
+    return elements < 8 ? most : mode != Mode::backward || Op::kOperands > 1 ? most / 2 : Op::kTwo ? most * 3 / 4 : most;
   return Op::kHeavy ? most / 2 : 1;
 }
 // The same of a Program: 64 registers a thread in forward, 80 in backward. Reading a thread's next group while one is
@@ -63,6 +85,15 @@ __host__ __device__ constexpr int program_lanes(Mode mode, int bytes, bool all) 
 constexpr int kStridedElements = 4;
 constexpr int64_t kWarpElements = 2048;
 }  // namespace tuning
+
+// What takes tensors of up to kShortElements alone, so that an index has 32 bits: with 64, what finds an operand's element or
+// a byte of codes takes twice the instructions.
+template <class Op, Mode mode>
+constexpr bool kShort = Op::kDynamic || Op::kFramed || kDecodes<Op> || mode == Mode::coded;
+template <class Op, Mode mode>
+using SignedIndex = std::conditional_t<kShort<Op, mode>, int32_t, int64_t>;
+template <class Op, Mode mode>
+using ReductionIndex = std::conditional_t<kShort<Op, mode>, uint32_t, int64_t>;
 
 // ---- operands -------------------------------------------------------------------------------------------------
 
@@ -229,6 +260,7 @@ __device__ __forceinline__ Lanes<C, G::kLanes> load_vectors(const OperandArg<C>&
   if (!Can::kAny || (o.access == Access::dense && at.whole)) {
 #pragma unroll
     for (int p = 0; p < G::kParts; ++p) {
+      if (!Can::kAny && at.i[p] >= at.end) continue;  // a thread that only takes part in storing codes
       const auto some = load_bits<true, bytes, n>(o.data, place.channel[p]);
 #pragma unroll
       for (int j = 0; j < n; ++j) bits.set(p * n + j, some.get(j));
@@ -341,6 +373,7 @@ struct Args {
   Scalar<C> scalars[Op::kScalars > 0 ? Op::kScalars : 1];
   Op op;
   uint32_t* code_words;  // of the modes with codes
+  int64_t plane_words;   // of a bit each
   int codes;
   C code_key[kMaxCodes];
   struct Nothing {};
@@ -361,7 +394,7 @@ __device__ __forceinline__ void store_gradient(const A& a, int k, const Lay& lay
 // Where the codes of a vector begin, in bytes, of a plane that begins at `words`.
 template <class I>
 __device__ __forceinline__ uint8_t* code_byte(uint32_t* words, I i) {
-  return reinterpret_cast<uint8_t*>(words) + i / 8;
+  return reinterpret_cast<uint8_t*>(words) + (i >> 3);
 }
 
 // The codes of a group, told by f_x. A vector has a byte of them, or half of one, which its neighbour completes: so where n
@@ -370,22 +403,18 @@ template <class A, class G, class N>
 __device__ __forceinline__ void store_codes(const A& a, const G& at, const N& slope) {
   constexpr int n = G::n;
   static_assert(n == 8 || n == 4);
-  const int64_t words = code_words(a.numel);
-  const auto store = [&](auto two) FUSED_ACT_LAMBDA {
-    constexpr bool kTwo = decltype(two)::value;
+  const int64_t words = a.plane_words;
+  const auto store = [&](auto codes) FUSED_ACT_LAMBDA {
+    constexpr int kCodes = decltype(codes)::value;
 #pragma unroll
     for (int p = 0; p < G::kParts; ++p) {
       uint32_t bits = 0;  // of the first plane, and from bit 8 on of the other
 #pragma unroll
       for (int j = 0; j < n; ++j) {
         const auto s = slope.lane[p * n + j];
-        if constexpr (kTwo) {
-          if (s == a.code_key[1]) bits |= 1u << j;
-          if (s == a.code_key[2]) bits |= 0x100u << j;
-          if (s == a.code_key[3]) bits |= 0x101u << j;
-        } else {
-          if (s == a.code_key[1]) bits |= 1u << j;
-        }
+        if (s == a.code_key[1]) bits |= 1u << j;
+        if (kCodes > 2 && s == a.code_key[2]) bits |= 0x100u << j;
+        if (kCodes > 3 && s == a.code_key[3]) bits |= 0x101u << j;
       }
       bool writes = at.i[p] < words * kCodeWord;  // all words, so that none is left as it was
       if constexpr (n == 4) {
@@ -395,10 +424,11 @@ __device__ __forceinline__ void store_codes(const A& a, const G& at, const N& sl
       if (!writes) continue;
       uint8_t* to = code_byte(a.code_words, at.i[p]);
       *to = static_cast<uint8_t>(bits);
-      if constexpr (kTwo) to[4 * words] = static_cast<uint8_t>(bits >> 8);
+      if constexpr (kCodes > 2) to[4 * words] = static_cast<uint8_t>(bits >> 8);
     }
   };
-  a.codes > 2 ? store(std::true_type()) : store(std::false_type());
+  if (a.codes <= 2) return store(std::integral_constant<int, 2>());
+  a.codes == 3 ? store(std::integral_constant<int, 3>()) : store(std::integral_constant<int, 4>());
 }
 
 // A bit for each lane.
@@ -421,21 +451,22 @@ struct CodeMasks<Lanes<C, V, reduced>> {
   }
 };
 
-template <bool two, class C, class A, class G>
-__device__ __forceinline__ CodeBits<Lanes<C, G::kLanes>> load_codes(const A& a, const G& at) {
-  constexpr int n = G::n;
-  CodeBits<Lanes<C, G::kLanes>> out{{0}, {0}};
-#pragma unroll
-  for (int p = 0; p < G::kParts; ++p) {
-    const uint8_t* from = code_byte(a.code_words, at.i[p]);
-    const int shift = n == 4 ? int(at.i[p] % 8) : 0;
-    const uint32_t low = __ldg(from) >> shift, high = two ? __ldg(from + 4 * code_words(a.numel)) >> shift : 0;
-    constexpr uint32_t ones = (1u << n) - 1;
-    out.low.bits |= (low & ones) << (p * n);
-    out.high.bits |= (high & ones) << (p * n);
+// The bytes that have the codes of a vector.
+struct CodeBytes {
+  uint32_t low, high;
+
+  template <bool two, class A, class I>
+  __device__ __forceinline__ static CodeBytes load(const A& a, I i) {
+    const uint8_t* from = code_byte(a.code_words, i);
+    return {__ldg(from), two ? __ldg(from + 4 * a.plane_words) : 0u};
   }
-  return out;
-}
+  template <class N, int n, class I>
+  __device__ __forceinline__ CodeBits<N> codes(I i) const {
+    const int shift = n == 4 ? int(i & 7) : 0;
+    constexpr uint32_t ones = (1u << n) - 1;
+    return {{low >> shift & ones}, {high >> shift & ones}};
+  }
+};
 
 // ---- the body of a compiled chain's kernels ---------------------------------------------------------------------
 
@@ -452,14 +483,17 @@ struct VectorIo {
   Sums& sums;
   N loaded[Args<Op, C>::O];
   AxisPlace<G> place;
-
-  // Of a frame's operands only the large one is loaded early: four do not fit in the registers.
+  CodeBits<N> codes;
+  // Of a frame's operands only the large one is loaded early: four do not fit in the registers. (The bias in its place, where
+  // there is none: 1.14 for 1.17 in silu's backward in float32, 1.19 for 1.11 with a residual in bfloat16.)
   __device__ __forceinline__ void load() {
+    if constexpr (!kDecodes<Op> || mode == Mode::jvp) {
 #pragma unroll
-    for (int k = 0; k < Op::kOperands; ++k) {
-      if constexpr (Op::kFramed)
-        if (k != Frame::kLarge || !(a.op.frame.present & Frame::kLargePlaces)) continue;
-      loaded[k] = lanes_as<N>(load_operand<Loads<Op>>(a.operand[k], at, place));
+      for (int k = 0; k < Op::kOperands; ++k) {
+        if constexpr (Op::kFramed)
+          if (k != Frame::kLarge || !(a.op.frame.present & Frame::kLargePlaces)) continue;
+        loaded[k] = lanes_as<N>(load_operand<Loads<Op>>(a.operand[k], at, place));
+      }
     }
   }
   FUSED_ACT_FN N operand(int k) {
@@ -483,13 +517,7 @@ struct VectorIo {
     }
 #endif
   }
-  FUSED_ACT_FN CodeBits<N> code() const {
-#if defined(__CUDA_ARCH__)
-    return load_codes<Op::kTwo, C>(a, at);
-#else
-    return {};
-#endif
-  }
+  FUSED_ACT_FN CodeBits<N> code() const { return codes; }
   struct Nothing {};
   template <class M>
   FUSED_ACT_FN Nothing memory() const {
@@ -522,42 +550,85 @@ __device__ __forceinline__ Lay lay_of_g(const Args<Op, C>& a) {
   return {};
 }
 
-// Loads, evaluates, stores the result and deals with operand gradients.
-template <class Op, int bytes, Mode mode, class Index, class Sums>
-__device__ __forceinline__ void process(const Args<Op, Compute<bytes>>& a, const Vector<bytes, Index>& at, Sums& sums) {
-  using Io = VectorIo<Op, mode, Vector<bytes, Index>, Sums>;
-  using N = typename Io::N;
-  Io io{a, at, sums, {}};
-  // Operands first in forward: the other way round it needs 38 registers and not 30, a multiprocessor holds 6 blocks and
-  // not 8, and bfloat16 with a bias takes 1.07 to 1.09 times the copy and not 1.00. In forward x may be the output, too.
-  constexpr bool forward = mode == Mode::forward || mode == Mode::coded;
-  if (forward) io.load();
-  Bits<bytes, kVector<bytes>> x{}, g{};
-  if constexpr (kDecodes<Op>) {
-    N u = constant<N>(0);
-    if (mode == Mode::jvp && a.u) u = lanes_as<N>(to_lanes(load_full<true, bytes>(a.u, Lay(), at), a.dtype));
-    if (mode == Mode::backward) g = load_full<true, bytes>(a.g, Lay(), at);
-    if (mode == Mode::jvp) io.load();
-    const Outputs<N> out =
-        evaluate<mode>(a.op, a.scalars, constant<N>(0), lanes_as<N>(to_lanes(g, a.dtype)), u, a.has_u, io);
-    if (a.out[0]) store_full<bytes>(a.out[0], Lay(), at, to_bits<bytes>(out.full[0], a.dtype));
-  } else {
-    if (Op::kFramed || a.x) x = load_full<!forward, bytes>(a.x, lay_of_x(a), at);
-    if constexpr (!forward) {
-      if (a.g) g = load_full<true, bytes>(a.g, lay_of_g(a), at);
-      io.load();
+// What a vector reads of full tensors and codes, as it lies in memory. All of it is on its way before the first conversion,
+// which waits for what it converts: with the codes after that, bfloat16 took 1.14 times the copy on an H200, with x after a
+// bias 1.12. Codes come first: where a vector need not be whole, two ways of loading meet after it, where the compiler
+// copies registers.
+template <class Op, int bytes, Mode mode>
+struct Taken {
+  static constexpr bool kForward = mode == Mode::forward || mode == Mode::coded;
+  using C = Compute<bytes>;
+  using B = Bits<bytes, kVector<bytes>>;
+  B x, g, u;
+  CodeBytes codes;
+
+  template <class G>
+  __device__ __forceinline__ static Taken of(const Args<Op, C>& a, const G& at) {
+    Taken t;
+    if constexpr (kDecodes<Op>) {
+      t.codes = CodeBytes::load<Op::kTwo>(a, at.i[0]);
+      if (mode == Mode::backward) t.g = load_full<true, bytes>(a.g, Lay(), at);
+      if (mode == Mode::jvp) t.u = a.u ? load_full<true, bytes>(a.u, Lay(), at) : B{};
+    } else {
+      t.x = Op::kFramed || a.x ? load_full<!kForward, bytes>(a.x, lay_of_x(a), at) : B{};
+      if (!kForward) t.g = a.g ? load_full<true, bytes>(a.g, lay_of_g(a), at) : B{};
     }
-    const N zero = constant<N>(0);
-    const Outputs<N> out = evaluate<mode>(a.op, a.scalars, lanes_as<N>(to_lanes(x, a.dtype)),
-                                          forward ? zero : lanes_as<N>(to_lanes(g, a.dtype)), zero, false, io);
-    if constexpr (mode == Mode::coded) store_codes(a, at, out.full[1]);
-    if ((Op::kFramed && forward) || a.out[0]) store_full<bytes>(a.out[0], lay_of_out(a), at, to_bits<bytes>(out.full[0], a.dtype));
+    return t;
+  }
+};
+
+// Evaluates, stores the result and deals with operand gradients.
+template <class Op, int bytes, Mode mode, class Io>
+__device__ __forceinline__ void evaluate_taken(const Args<Op, Compute<bytes>>& a, const Taken<Op, bytes, mode>& taken, Io& io) {
+  using N = typename Io::N;
+  constexpr bool forward = Taken<Op, bytes, mode>::kForward;
+  const auto number = [&](const auto& bits) FUSED_ACT_LAMBDA { return lanes_as<N>(to_lanes(bits, a.dtype)); };
+  const N zero = constant<N>(0);
+  if constexpr (kDecodes<Op>) {
+    io.codes = taken.codes.template codes<N, kVector<bytes>>(io.at.i[0]);
+    const bool moves = mode == Mode::jvp;
+    const Outputs<N> out = evaluate<mode>(a.op, a.scalars, zero, moves ? zero : number(taken.g),
+                                          moves ? number(taken.u) : zero, a.has_u, io);
+    if (a.out[0]) store_full<bytes>(a.out[0], Lay(), io.at, to_bits<bytes>(out.full[0], a.dtype));
+  } else {
+    const Outputs<N> out =
+        evaluate<mode>(a.op, a.scalars, number(taken.x), forward ? zero : number(taken.g), zero, false, io);
+    if constexpr (mode == Mode::coded) store_codes(a, io.at, out.full[1]);
+    if ((Op::kFramed && forward) || a.out[0])
+      store_full<bytes>(a.out[0], lay_of_out(a), io.at, to_bits<bytes>(out.full[0], a.dtype));
   }
 }
 
-template <class Op, int bytes, Mode mode>
+template <class Op, int bytes, Mode mode, class Index, class Sums>
+__device__ __forceinline__ void process(const Args<Op, Compute<bytes>>& a, const Vector<bytes, Index>& at, Sums& sums) {
+  VectorIo<Op, mode, Vector<bytes, Index>, Sums> io{a, at, sums};
+  const auto taken = Taken<Op, bytes, mode>::of(a, at);
+  io.load();
+  evaluate_taken<Op, bytes, mode>(a, taken, io);
+}
+
+// Vectors at(0), at(1)... of which `is_there`: what all of them read is on its way before the first is evaluated.
+template <int n, class Op, int bytes, Mode mode, class There, class At, class Sums>
+__device__ __forceinline__ void process_batch(const Args<Op, Compute<bytes>>& a, const There& is_there, const At& at,
+                                              Sums& sums) {
+  Taken<Op, bytes, mode> taken[n];
+#pragma unroll
+  for (int b = 0; b < n; ++b)
+    if (is_there(b)) taken[b] = Taken<Op, bytes, mode>::of(a, at(b));
+#pragma unroll
+  for (int b = 0; b < n; ++b) {
+    if (!is_there(b)) continue;
+    const auto here = at(b);
+    VectorIo<Op, mode, std::decay_t<decltype(here)>, Sums> io{a, here, sums};
+    io.load();
+    evaluate_taken<Op, bytes, mode>(a, taken[b], io);
+  }
+}
+
+template <class Op, int bytes, Mode mode, class Index>
 __global__ void __launch_bounds__(kThreads, tuning::flat_residents<Op>(mode, kVector<bytes>))
     flat_kernel(const __grid_constant__ Args<Op, Compute<bytes>> a) {
+  wait_for_earlier();
   NoSums sums;
   constexpr bool all_run = mode == Mode::coded;
   if constexpr (Op::kFramed) {
@@ -568,9 +639,14 @@ __global__ void __launch_bounds__(kThreads, tuning::flat_residents<Op>(mode, kVe
     if (a.plan.pitched) at.row[0] = a.plan.by_inner.quotient(i);
     process<Op, bytes, mode>(a, at, sums);
   } else {
-    const int64_t i = (int64_t(blockIdx.x) * kThreads + threadIdx.x) * kVector<bytes>;
-    if (!all_run && i >= a.numel) return;
-    process<Op, bytes, mode>(a, Vector<bytes>(i, 0, 0, a.numel), sums);
+    const Index i = (Index(blockIdx.x) * kThreads + threadIdx.x) * kVector<bytes>, numel = Index(a.numel);
+    if (!all_run && i >= numel) return;
+    // Codes of four elements are put together by neighbours, which must be at the same place in the code for that.
+    if ((mode != Mode::coded || kVector<bytes> == 8) && i < numel && numel - i >= kVector<bytes>) {
+      process<Op, bytes, mode>(a, Vector<bytes, Index>(i), sums);
+    } else {
+      process<Op, bytes, mode>(a, Vector<bytes, Index>(i, 0, 0, numel), sums);
+    }
   }
 }
 
@@ -592,34 +668,36 @@ struct Rows {
   int64_t outer, channels, inner;
   int64_t planes, length, pieces;  // pieces: chunks that one plane is cut into
   int64_t chunks;                  // per channel
-  int width;
+  int width;                       // a power of 2
+  int width_log2;
+  Divider by_pieces, by_channels;
 };
 
-// What the block, and in it the thread, has of it.
+// What the block, and in it the thread, has of it. I: what a tensor's elements can be counted in.
+template <class I>
 struct RowChunk {
-  int64_t channel, chunk;
-  int64_t first, last;  // planes
-  int64_t from, to;     // elements of each
+  I channel, chunk;
+  I first, last;  // planes
+  I from, to;     // elements of each
   int lane, line, lines;
 
   __device__ __forceinline__ explicit RowChunk(const Rows& rows) {
     // 32 bits: all of these are at most the size of the grid.
-    const unsigned pieces = unsigned(rows.pieces), channels = unsigned(rows.channels);
-    const unsigned plane = blockIdx.x / pieces, piece = blockIdx.x - plane * pieces;
-    const unsigned group = plane / channels;
-    channel = plane - group * channels;
-    chunk = int64_t(group) * rows.pieces + piece;
-    first = int64_t(group) * rows.planes;
-    last = min(first + rows.planes, rows.outer);
-    from = piece * rows.length;
-    to = min(from + rows.length, rows.inner);
-    lane = threadIdx.x % rows.width;
-    line = threadIdx.x / rows.width;
-    lines = blockDim.x / rows.width;
+    const unsigned plane = rows.by_pieces.quotient(blockIdx.x), piece = blockIdx.x - plane * unsigned(rows.pieces);
+    const unsigned group = rows.by_channels.quotient(plane);
+    channel = plane - group * unsigned(rows.channels);
+    chunk = I(group) * I(rows.pieces) + I(piece);
+    first = I(group) * I(rows.planes);
+    last = first + min(I(rows.planes), I(rows.outer) - first);
+    from = I(piece) * I(rows.length);
+    to = from + min(I(rows.length), I(rows.inner) - from);
+    lane = threadIdx.x & (rows.width - 1);
+    line = threadIdx.x >> rows.width_log2;
+    lines = blockDim.x >> rows.width_log2;
   }
   // Of the chunk's part of plane o, as indices of the walk.
-  __device__ __forceinline__ int64_t start(const Rows& rows, int64_t o) const {
-    return (o * rows.channels + channel) * rows.inner + from;
+  __device__ __forceinline__ I start(const Rows& rows, I o) const {
+    return (o * I(rows.channels) + channel) * I(rows.inner) + from;
   }
 };
 
@@ -635,8 +713,8 @@ struct RowSums {
     for (int n = 0; n < O; ++n)  // k is known at run time only where a Program is run
       if (n == k) sum[n] += inside;
   }
-  template <class A>
-  __device__ __forceinline__ void emit(const A& a, const Rows& rows, const RowChunk& chunk) {
+  template <class A, class I>
+  __device__ __forceinline__ void emit(const A& a, const Rows& rows, const RowChunk<I>& chunk) {
     __shared__ C shared[kWarp];
 #pragma unroll
     for (int k = 0; k < O; ++k) {
@@ -650,30 +728,30 @@ struct RowSums {
 template <class Op, int bytes, Mode mode>
 __global__ void __launch_bounds__(kThreads, tuning::reduction_residents<Op>(kVector<bytes>))
     row_kernel(const __grid_constant__ Args<Op, Compute<bytes>> a, const Rows rows) {
+  wait_for_earlier();
   constexpr int V = kVector<bytes>;
-  const RowChunk chunk(rows);
+  using I = SignedIndex<Op, mode>;
+  using At = Vector<bytes, ReductionIndex<Op, mode>>;
+  const RowChunk<I> chunk(rows);
   RowSums<Args<Op, Compute<bytes>>::O, Compute<bytes>> sums{};
-  for (int64_t o = chunk.first + chunk.line; o < chunk.last; o += chunk.lines) {
-    // Planes need not start at a multiple of a vector: whole vectors inside, and a part of one at either end, which
-    // is shared with the neighbouring plane.
-    const int64_t start = chunk.start(rows, o);
-    const int64_t end = start + chunk.to - chunk.from;
-    const int step = rows.width * V;
-    // Threads are laid from a 128-byte line on: a warp that straddles lines writes 5 of them for 4.
-    constexpr int kLine = 128 / bytes;
-    if constexpr (Op::kFramed) {  // at one place in the code: four take four times the compiler's time
+  for (I o = chunk.first + chunk.line; o < chunk.last; o += chunk.lines) {
+    // Planes need not start at a multiple of a vector: whole vectors inside, and a part of one at either end, which is
+    // shared with the neighbouring plane. Threads are laid from a 128-byte line on: a warp that straddles lines writes 5 of
+    // them for 4. A piece has less than 2^31 elements.
+    constexpr int kLine = 128 / bytes, kBatch = tuning::row_batch<Op>(bytes);
+    const I start = chunk.start(rows, o), end = start + chunk.to - chunk.from;
+    const I whole = (start + V - 1) & -V, part = end & -V, base = whole & -kLine;
+    const int step = rows.width * V, first = int(whole - base), last = int(part - base);
 #pragma unroll 1
-      for (int64_t i = start / kLine * kLine + chunk.lane * V; i < end; i += step)
-        if (i > start - V) process<Op, bytes, mode>(a, Vector<bytes>(i, 0, start, end), sums);
-    } else {
-      const int64_t whole = (start + V - 1) / V * V, part = end / V * V;
-#pragma unroll (tuning::kReductionUnroll)
-      for (int64_t i = whole / kLine * kLine + chunk.lane * V; i < part; i += step)
-        if (i >= whole) process<Op, bytes, mode>(a, Vector<bytes>(i), sums);
-      if (chunk.lane == 0 && start < whole)
-        process<Op, bytes, mode>(a, Vector<bytes>(whole - V, 0, start, end), sums);
-      if (chunk.lane == rows.width - 1 && part < end && part >= whole)
-        process<Op, bytes, mode>(a, Vector<bytes>(part, 0, start, end), sums);
+    for (int r = chunk.lane * V; r < last; r += step * kBatch) {
+      process_batch<kBatch, Op, bytes, mode>(
+          a, [&](int b) FUSED_ACT_LAMBDA { return r + b * step >= first && r + b * step < last; },
+          [&](int b) FUSED_ACT_LAMBDA { return At(base + r + b * step); }, sums);
+    }
+#pragma unroll 1  // one place in the code: each takes the compiler as long
+    for (int edge = 0; edge < 2; ++edge) {
+      const bool here = edge ? chunk.lane == rows.width - 1 && part < end && part >= whole : chunk.lane == 0 && start < whole;
+      if (here) process<Op, bytes, mode>(a, At(edge ? part : whole - V, 0, start, end), sums);
     }
   }
   sums.emit(a, rows, chunk);
@@ -734,6 +812,7 @@ struct ColumnSums {
 template <class Op, int bytes, Mode mode>
 __global__ void __launch_bounds__(kThreads, tuning::reduction_residents<Op>(kVector<bytes>))
     column_kernel(const __grid_constant__ Args<Op, Compute<bytes>> a, const Columns columns) {
+  wait_for_earlier();
   using C = Compute<bytes>;
   constexpr int V = kVector<bytes>;
   __shared__ C shared[kThreads * V];
@@ -741,15 +820,23 @@ __global__ void __launch_bounds__(kThreads, tuning::reduction_residents<Op>(kVec
   ColumnSums<Args<Op, C>::O, C, V> sums{};
   if (chunk.works) {
     const int64_t end = chunk.last * columns.width(), step = chunk.lines * columns.width();
-    int64_t i = (chunk.first + chunk.line) * columns.width() + chunk.column;
+    const int64_t start = (chunk.first + chunk.line) * columns.width() + chunk.column;
+    using At = Vector<bytes, ReductionIndex<Op, mode>>;
     if constexpr (Op::kFramed) {  // whose tensors are of whole vectors
 #pragma unroll 1
-      for (; i < min(end, a.numel); i += step) process<Op, bytes, mode>(a, Vector<bytes>(i), sums);
+      for (int64_t i = start; i < min(end, a.numel); i += step) process<Op, bytes, mode>(a, At(i), sums);
     } else {
       const int64_t whole = min(end, a.numel - V + 1);
-#pragma unroll (tuning::kReductionUnroll)
-      for (; i < whole; i += step) process<Op, bytes, mode>(a, Vector<bytes>(i), sums);
-      if (i < end && i < a.numel) process<Op, bytes, mode>(a, Vector<bytes>(i, 0, 0, a.numel), sums);
+#pragma unroll 1
+      for (int64_t i = start; i < whole; i += step * tuning::kColumnBatch) {
+        process_batch<tuning::kColumnBatch, Op, bytes, mode>(
+            a, [&](int b) FUSED_ACT_LAMBDA { return i + b * step < whole; },
+            [&](int b) FUSED_ACT_LAMBDA { return At(i + b * step); }, sums);
+      }
+      if (whole < end) {  // the end of the tensor: one thread has a part of a vector there
+        const int64_t last = start < whole ? start + (whole - start + step - 1) / step * step : start;
+        if (last < min(end, a.numel)) process<Op, bytes, mode>(a, At(last, 0, 0, a.numel), sums);
+      }
     }
   }
 #pragma unroll
@@ -773,6 +860,7 @@ struct Kept {
 template <class C>
 __global__ void __launch_bounds__(kThreads)
     finish_kernel(const C* partial, int64_t chunks, void* gradient, Dtype dtype, const __grid_constant__ Kept where) {
+  wait_for_earlier();
   __shared__ C shared[kWarp];
   const int64_t index = blockIdx.x;
   C sum = C(0);

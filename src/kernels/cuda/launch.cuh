@@ -2,12 +2,29 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <iterator>
 
 #include "cuda.h"
 #include "program.cuh"
 
 namespace fused_act {
+
+// Whether kernels on the current device wait for the one before themselves (wait_for_earlier), which is so where they were
+// compiled for compute capability 9.0 or more: that of the device says nothing, which may run what was compiled for 8.0.
+// `kernel` is the one to be launched: asked about another, the driver would load that, too, 4 ms in the first call.
+inline bool starts_early(const void* kernel) {
+  static std::atomic<int8_t> known[64];  // by device: 0 not yet, 1 no, 2 yes
+  int device = 0;
+  if (cudaGetDevice(&device) != cudaSuccess || device >= 64) return false;
+  int8_t answer = known[device].load(std::memory_order_relaxed);
+  if (!answer) {
+    cudaFuncAttributes attributes;
+    if (cudaFuncGetAttributes(&attributes, kernel) != cudaSuccess) return cudaGetLastError(), false;
+    known[device].store(answer = attributes.ptxVersion >= 90 ? 2 : 1, std::memory_order_relaxed);
+  }
+  return answer == 2;
+}
 
 inline bool aligned(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
 
@@ -33,7 +50,7 @@ class Launcher {
       : request_(r), geometry_(geometry), cuda_(cuda) {
     fill(op);
     if constexpr (kVectors) {
-      flat_ = vectors_ = size_of(r.dtype) == bytes && (!kWalks || r.numel <= kProgramElements);
+      flat_ = vectors_ = size_of(r.dtype) == bytes && (!kShort<Op, mode> || r.numel <= kShortElements);
       for_each_full([&](const void* p, int row, Lay& lay, Dtype dtype) { look(p, row, lay, dtype); });
       for (int k = 0; k < O; ++k)
         if (const int from = given(k); from >= 0) look_at_operand(r.operand[from], kOperand + from, args_.operand[k]);
@@ -127,6 +144,7 @@ class Launcher {
       for (int s = 0; s < Op::kScalars; ++s) scalar(s, s);
     }
     args_.code_words = r.codes;
+    args_.plane_words = code_words(r.numel);
     args_.codes = r.table.codes;
     for (int c = 0; c < kMaxCodes; ++c) args_.code_key[c] = static_cast<C>(r.table.key[c]);
   }
@@ -275,28 +293,28 @@ class Launcher {
       return 0;
     }
   }
-  void launch_program(dim3 grid, const ProgramWalk& walk) {
+  cudaError_t launch_program(dim3 grid, const ProgramWalk& walk) {
     if constexpr (mode == Mode::forward) {
-      if (light_) {
-        program_kernel<bytes, false, mode><<<grid, threads_, scratch_bytes(), stream()>>>(args_);
-      } else {
-        program_kernel<bytes, true, mode><<<grid, threads_, scratch_bytes(), stream()>>>(args_);
-      }
+      return light_ ? launch(&program_kernel<bytes, false, mode>, grid, args_)
+                    : launch(&program_kernel<bytes, true, mode>, grid, args_);
     } else if constexpr (mode == Mode::coded) {
-      program_kernel<bytes, false, mode><<<grid, threads_, scratch_bytes(), stream()>>>(args_);
+      return launch(&program_kernel<bytes, false, mode>, grid, args_);
     } else {
-      program_backward_kernel<bytes><<<grid, threads_, scratch_bytes(), stream()>>>(args_, walk);
+      return launch(&program_backward_kernel<bytes>, grid, args_, walk);
     }
   }
 
   cudaError_t launch_flat() {
     const unsigned blocks = static_cast<unsigned>(divide_up(request_.numel, int64_t(threads_) * lanes_));
     if constexpr (Op::kDynamic) {
-      launch_program(dim3(blocks), ProgramWalk{});
+      return launch_program(dim3(blocks), ProgramWalk{});
+    } else if constexpr (kShort<Op, mode>) {
+      return launch(&flat_kernel<Op, bytes, mode, uint32_t>, blocks, args_);
     } else {
-      flat_kernel<Op, bytes, mode><<<blocks, threads_, 0, stream()>>>(args_);
+      if constexpr (Op::kOperands > 0 && mode == Mode::forward)  // which find an operand's element
+        if (request_.numel <= kShortElements) return launch(&flat_kernel<Op, bytes, mode, uint32_t>, blocks, args_);
+      return launch(&flat_kernel<Op, bytes, mode, int64_t>, blocks, args_);
     }
-    return cudaGetLastError();
   }
 
   Space make_space(const int* order, int ndim) const {
@@ -314,18 +332,12 @@ class Launcher {
     int order[kMaxDims];
     for (int d = 0; d < geometry_.ndim; ++d) order[d] = d;
     const Space space = make_space(order, geometry_.ndim);
-    const int64_t blocks = divide_up(request_.numel, int64_t(kThreads) * tuning::kStridedElements);
-    const auto launch = [&](auto* kernel) {
-      kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream()>>>(args_, space);
-    };
+    const unsigned blocks = static_cast<unsigned>(divide_up(request_.numel, int64_t(kThreads) * tuning::kStridedElements));
     if constexpr (mode == Mode::forward && bytes == 4) {
-      if (size_of(request_.dtype) == 2) {
-        launch(&strided_kernel<Lanes<C, 1, true>, mode>);
-        return cudaGetLastError();
-      }
+      if (size_of(request_.dtype) == 2)
+        return launch_with(kThreads, 0, &strided_kernel<Lanes<C, 1, true>, mode>, blocks, args_, space);
     }
-    launch(&strided_kernel<C, mode>);
-    return cudaGetLastError();
+    return launch_with(kThreads, 0, &strided_kernel<C, mode>, blocks, args_, space);
   }
 
   // Elements of a block of a fused reduction: whole vectors for all threads, more of them in a large tensor.
@@ -340,24 +352,27 @@ class Launcher {
     rows.outer = f.outer;
     rows.channels = f.channels;
     rows.inner = f.inner;
-    const int64_t elements = elements_per_block(tuning::kRowBlocks);
+    const int64_t elements = elements_per_block(tuning::row_blocks<Op>(size_of(request_.dtype)));
     rows.pieces = divide_up(f.inner, elements + elements / 2);
     rows.length = divide_up(divide_up(f.inner, rows.pieces), int64_t(lanes_)) * lanes_;
     rows.pieces = divide_up(f.inner, rows.length);
-    rows.width = 1;
-    while (rows.width < threads_ && int64_t(rows.width) * lanes_ < rows.length) rows.width *= 2;
+    rows.width_log2 = 0;
+    while ((1 << rows.width_log2) < threads_ && (int64_t(lanes_) << rows.width_log2) < rows.length) ++rows.width_log2;
+    rows.width = 1 << rows.width_log2;
     const int64_t lines = threads_ / rows.width;
     rows.planes = rows.pieces > 1 ? 1 : std::min(f.outer, std::max(lines, elements / f.inner / lines * lines));
     rows.chunks = rows.pieces * divide_up(f.outer, rows.planes);
     allocate_partials(f.channels, rows.chunks);
     const unsigned blocks = static_cast<unsigned>(f.channels * rows.chunks);
+    rows.by_pieces = Divider::of(rows.pieces, blocks);
+    rows.by_channels = Divider::of(f.channels, blocks);
+    cudaError_t e;
     if constexpr (Op::kDynamic) {
-      launch_program(dim3(blocks), {ProgramWalk::rows, rows, {}});
+      e = launch_program(dim3(blocks), {ProgramWalk::rows, rows, {}});
     } else {
-      row_kernel<Op, bytes, mode><<<blocks, threads_, 0, stream()>>>(args_, rows);
+      e = launch(&row_kernel<Op, bytes, mode>, blocks, args_, rows);
     }
-    if (cudaError_t e = cudaGetLastError(); e != cudaSuccess) return e;
-    return finish(f.channels, rows.chunks);
+    return e == cudaSuccess ? finish(f.channels, rows.chunks) : e;
   }
 
   cudaError_t launch_columns() {
@@ -380,13 +395,13 @@ class Launcher {
     columns.chunks = divide_up(columns.outer, columns.rows);
     allocate_partials(f.channels, columns.chunks * columns.fold);
     const dim3 grid(static_cast<unsigned>(tiles), static_cast<unsigned>(columns.chunks));
+    cudaError_t e;
     if constexpr (Op::kDynamic) {
-      launch_program(grid, {ProgramWalk::columns, {}, columns});
+      e = launch_program(grid, {ProgramWalk::columns, {}, columns});
     } else {
-      column_kernel<Op, bytes, mode><<<grid, threads_, 0, stream()>>>(args_, columns);
+      e = launch(&column_kernel<Op, bytes, mode>, grid, args_, columns);
     }
-    if (cudaError_t e = cudaGetLastError(); e != cudaSuccess) return e;
-    return finish(f.channels, columns.chunks * columns.fold);
+    return e == cudaSuccess ? finish(f.channels, columns.chunks * columns.fold) : e;
   }
 
   cudaError_t launch_reduce(int which) {
@@ -416,10 +431,10 @@ class Launcher {
           static_cast<C*>(cuda_.allocate(cuda_.context, sizeof(C) * reduction.kept * reduction.chunks));
     }
     const Space space = make_space(order, ndim);
-    const int64_t blocks = divide_up(reduction.kept * reduction.chunks, int64_t(kThreads / kWarp));
-    reduce_kernel<C, mode><<<static_cast<unsigned>(blocks), kThreads, 0, stream()>>>(args, space, reduction, which);
-    if (cudaError_t e = cudaGetLastError(); e != cudaSuccess) return e;
-    if (reduction.chunks == 1) return cudaSuccess;
+    const unsigned blocks =
+        static_cast<unsigned>(divide_up(reduction.kept * reduction.chunks, int64_t(kThreads / kWarp)));
+    const cudaError_t e = launch_with(kThreads, 0, &reduce_kernel<C, mode>, blocks, args, space, reduction, which);
+    if (e != cudaSuccess || reduction.chunks == 1) return e;
     Kept where;
     where.ndim = reduction.kept_ndim;
     for (int d = 0; d < where.ndim; ++d) {
@@ -451,13 +466,37 @@ class Launcher {
 
   cudaError_t launch_finish(int which, int64_t kept, int64_t chunks, const Kept& where) {
     const int threads = chunks > 4 * kWarp ? kThreads : kWarp;
-    finish_kernel<C><<<static_cast<unsigned>(kept), threads, 0, stream()>>>(
-        args_.partial[which], chunks, args_.gradient[which], args_.gradient_dtype[which], where);
-    return cudaGetLastError();
+    const C* partial = args_.partial[which];
+    return launch_with(threads, 0, &finish_kernel<C>, static_cast<unsigned>(kept), partial, chunks, args_.gradient[which],
+                       args_.gradient_dtype[which], where);
+  }
+
+  template <class... Parameters, class... Given>
+  cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, const Given&... given) const {
+    return launch_with(threads_, scratch_bytes(), kernel, grid, given...);
+  }
+  // Every kernel begins with wait_for_earlier, so that it may be launched before the one before it has ended.
+  template <class... Parameters, class... Given>
+  cudaError_t launch_with(int threads, int shared, void (*kernel)(Parameters...), dim3 grid, const Given&... given) const {
+    cudaLaunchAttribute early;
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    early.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = grid;
+    config.blockDim = dim3(threads);
+    config.dynamicSmemBytes = shared;
+    config.stream = static_cast<cudaStream_t>(cuda_.stream);
+    config.attrs = &early;
+    const void* const code = reinterpret_cast<const void*>(kernel);
+    config.numAttrs = starts_early(code);
+    static_assert((std::is_same_v<Parameters, Given> && ...), "arguments are given by their addresses");
+    void* arguments[] = {const_cast<void*>(static_cast<const void*>(&given))...};
+    const cudaError_t e = cudaLaunchKernelExC(&config, code, arguments);
+    if (e != cudaSuccess) cudaGetLastError();  // it is reported here, and by no later call
+    return e;
   }
 
   static int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
-  cudaStream_t stream() const { return static_cast<cudaStream_t>(cuda_.stream); }
 
   const Request& request_;
   const Geometry& geometry_;

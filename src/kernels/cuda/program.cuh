@@ -7,7 +7,7 @@
 //   strided_kernel           any strides, any mode
 //   reduce_kernel            the gradient of one operand, any strides and any broadcast pattern
 //
-// The first two are for float32 arithmetic and up to kProgramElements, so that an index has 32 bits. A thread takes eight
+// The first two are for float32 arithmetic and up to kShortElements, so that an index has 32 bits. A thread takes eight
 // elements or more, so that they share the cost of finding out what to do. There is one kernel for all that backward may
 // have to sum, since the compiler takes a minute for every kernel that has all steps.
 #pragma once
@@ -15,9 +15,6 @@
 #include "kernels.cuh"
 
 namespace fused_act {
-
-// Divider wants indices below 2^31, beyond which a block may go by what it takes at a time.
-constexpr int64_t kProgramElements = (int64_t(1) << 31) - (1 << 16);
 
 // ---- what a thread remembers ------------------------------------------------------------------------------------
 
@@ -221,6 +218,7 @@ template <int bytes, bool all, Mode mode>
 __global__ void __launch_bounds__(kThreads, all || mode == Mode::coded ? tuning::kProgramResidents
                                                                        : tuning::kLightProgramResidents<bytes>)
     program_kernel(const __grid_constant__ Args<Program, float> a) {
+  wait_for_earlier();
   constexpr int n = kVector<bytes>, lanes = tuning::program_lanes(mode, bytes, all);
   const uint32_t i = blockIdx.x * blockDim.x * lanes + threadIdx.x * n, numel = uint32_t(a.numel);
   if (mode == Mode::forward && i >= numel) return;  // a neighbour may need this thread's codes
@@ -240,6 +238,7 @@ struct ProgramWalk {
 template <int bytes>
 __global__ void __launch_bounds__(kThreads, tuning::kProgramBackwardResidents)
     program_backward_kernel(const __grid_constant__ Args<Program, float> a, const __grid_constant__ ProgramWalk walk) {
+  wait_for_earlier();
   constexpr int lanes = tuning::program_lanes(Mode::backward, bytes, true);
   using G = ProgramGroup<bytes, lanes>;
   using GroupLanes = Lanes<float, lanes>;
@@ -271,7 +270,7 @@ __global__ void __launch_bounds__(kThreads, tuning::kProgramBackwardResidents)
     first = threadIdx.x * n;
     apart = blockDim.x * n;
   } else if (walk.kind == ProgramWalk::rows) {
-    const RowChunk chunk(walk.by_rows);
+    const RowChunk<uint32_t> chunk(walk.by_rows);
     start = uint32_t(chunk.start(walk.by_rows, chunk.first + chunk.line));
     length = uint32_t(chunk.to - chunk.from);
     next = uint32_t(chunk.lines * walk.by_rows.channels * walk.by_rows.inner);
@@ -302,7 +301,7 @@ __global__ void __launch_bounds__(kThreads, tuning::kProgramBackwardResidents)
       if (end - i <= step) break;  // i + step may not fit in 32 bits
     }
   }
-  if (walk.kind == ProgramWalk::rows) return sums.of_rows.emit(a, walk.by_rows, RowChunk(walk.by_rows));
+  if (walk.kind == ProgramWalk::rows) return sums.of_rows.emit(a, walk.by_rows, RowChunk<uint32_t>(walk.by_rows));
   if (walk.kind != ProgramWalk::columns) return;
   __syncthreads();
   const int lines = ColumnChunk(walk.by_columns, n).lines;
@@ -392,6 +391,7 @@ __device__ __noinline__ ElementResults<N> evaluate_at(const Args<Program, comput
 template <class N, Mode mode>
 __global__ void __launch_bounds__(kThreads)
     strided_kernel(const __grid_constant__ Args<Program, compute_t<N>> a, const __grid_constant__ Space space) {
+  wait_for_earlier();
   const int64_t first = int64_t(blockIdx.x) * kThreads * tuning::kStridedElements + threadIdx.x;
 #pragma unroll 1
   for (int n = 0; n < tuning::kStridedElements; ++n) {
@@ -422,6 +422,7 @@ template <class C, Mode mode>
 __global__ void __launch_bounds__(kThreads)
     reduce_kernel(const __grid_constant__ Args<Program, C> a, const __grid_constant__ Space space,
                   const Reduction reduction, const int which) {
+  wait_for_earlier();
   const int64_t warp = (int64_t(blockIdx.x) * kThreads + threadIdx.x) / kWarp;
   if (warp >= reduction.kept * reduction.chunks) return;
   const int64_t index = warp / reduction.chunks;

@@ -1,0 +1,77 @@
+"""The CUDA kernels for every architecture of a release wheel, of which the machine that runs the tests has one or none:
+a few kernels of each kind are compiled, and what the compiler says of them is read."""
+
+import os
+import re
+import shutil
+import subprocess
+
+import cases
+import pytest
+
+SOURCES = cases.ROOT / "src"
+SETUP = cases.ROOT / "setup.py"
+NVCC = shutil.which("nvcc", path=os.pathsep.join([os.environ.get("CUDA_HOME", "") + "/bin", os.environ["PATH"]]))
+NVCC = NVCC or shutil.which("nvcc", path="/usr/local/cuda/bin")
+
+pytestmark = [
+    pytest.mark.skipif(not (SOURCES / "kernels").exists(), reason="the tests do not lie in a source tree"),
+    pytest.mark.skipif(not NVCC, reason="there is no nvcc"),
+]
+
+PROGRAM = """
+#include "kernels/operators.h"
+#include "kernels/codes.h"
+#include "kernels/cuda/kernels.cuh"
+namespace fused_act {
+#define FLAT(OP, BYTES, MODE, INDEX) \\
+  template __global__ void flat_kernel<OP, BYTES, Mode::MODE, INDEX>(const __grid_constant__ Args<OP, Compute<BYTES>>);
+#define ROWS(OP, BYTES) \\
+  template __global__ void row_kernel<OP, BYTES, Mode::backward>(const __grid_constant__ Args<OP, Compute<BYTES>>, \\
+                                                                 const Rows);
+using Bias = ops::relu_bias::Compiled;
+using One = Decoder<1, false>;
+using Curved = Framed<Gelu, false>;
+FLAT(Bias, 2, forward, uint32_t)
+FLAT(Bias, 4, forward, uint32_t)
+FLAT(Bias, 2, coded, uint32_t)
+FLAT(Bias, 4, coded, uint32_t)
+FLAT(One, 2, backward, uint32_t)
+FLAT(One, 4, backward, uint32_t)
+ROWS(One, 4)
+FLAT(Curved, 2, forward, uint32_t)
+FLAT(Curved, 4, forward, uint32_t)
+FLAT(Curved, 4, backward, uint32_t)
+}  // namespace fused_act
+"""
+KERNELS_IN_PROGRAM = 10
+
+
+def release_architectures():
+    if not SETUP.exists():
+        return []
+    listed = re.search(r'RELEASE_ARCHITECTURES = "(.+)"', SETUP.read_text())[1]
+    return [int(a.removesuffix("+PTX").replace(".", "")) for a in listed.split(";")]
+
+
+@pytest.mark.parametrize("architecture", release_architectures())
+def test_kernels_of_an_architecture(architecture, tmp_path):
+    """They compile without warnings and keep nothing in memory for want of registers. Where launch.cuh asks for
+    programmatic dependent launch, from compute capability 9.0 on, they wait before all else."""
+    source = tmp_path / "kernels.cu"
+    source.write_text(PROGRAM)
+    command = [
+        NVCC, "-std=c++17", "-O3", "-fmad=false", "--expt-relaxed-constexpr", "-I", SOURCES, f"-arch=sm_{architecture}",
+        "-Xptxas", "-v", "-cubin", "--keep", "--keep-dir", tmp_path, "-o", tmp_path / "kernels.cubin", source,
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0 and "warning" not in done.stderr, done.stderr
+    spilled = [int(n) for n in re.findall(r"(\d+) bytes spill stores", done.stderr)]
+    assert len(spilled) == KERNELS_IN_PROGRAM and max(spilled) <= 16, done.stderr
+
+    entries = (tmp_path / "kernels.ptx").read_text().split(".entry")[1:]
+    assert len(entries) == KERNELS_IN_PROGRAM
+    for entry in entries:
+        wait = entry.find("griddepcontrol.wait")
+        first = min(at for at in (entry.find(what) for what in ("ld.global", "st.global")) if at >= 0)
+        assert 0 <= wait < first if architecture >= 90 else wait < 0
