@@ -119,16 +119,21 @@ def _listed_rule(op: Operator, overload: torch._ops.OpOverload):
     return lambda info, in_dims, *args: rule(info, single(in_dims), *single(args))
 
 
+# One for all rules: each of its own would take register_vmap longer than the rest.
+_library = torch.library.Library("fused_act", "FRAGMENT")
+
+
 def register() -> None:
     for op in LISTED:
         for name in (op.name, *op.derived):
             overload = getattr(torch.ops.fused_act, name).default
-            torch.library.register_vmap(f"fused_act::{name}", _listed_rule(op, overload))
+            torch.library.register_vmap(f"fused_act::{name}", _listed_rule(op, overload), lib=_library)
     for op in OPERATORS:
         for name in (op.name, *op.derived):
             overload = getattr(torch.ops.fused_act, name).default
-            torch.library.register_vmap(f"fused_act::{name}", _rule(op, overload, _arguments(overload), overload))
+            rule = _rule(op, overload, _arguments(overload), overload)
+            torch.library.register_vmap(f"fused_act::{name}", rule, lib=_library)
         if op.in_place:
             overload = getattr(torch.ops.fused_act, op.in_place).default
             rule = _rule(op, overload, _arguments(overload), overload, True)
-            torch.library.register_vmap(f"fused_act::{op.in_place}", rule)
+            torch.library.register_vmap(f"fused_act::{op.in_place}", rule, lib=_library)
