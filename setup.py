@@ -5,6 +5,7 @@ Environment:
     TORCH_CUDA_ARCH_LIST    CUDA architectures; default: those of the release wheels
     MAX_JOBS                compilers that run at a time; default: what cores and free memory allow
     CUDA_HOME               the CUDA toolkit; default: the one that the nvcc on PATH belongs to
+    CXXFLAGS                for the C++ compiler, after those that are chosen here
 """
 
 import os
@@ -154,7 +155,7 @@ class BuildExtension(cpp_extension.BuildExtension):
         )
 
 
-cxx_flags = ["-O3", "-g0", "-ffp-contract=off", "-fvisibility=hidden"]
+cxx_flags = ["-O3", "-g0", "-ffp-contract=off", "-fvisibility=hidden", *os.environ.get("CXXFLAGS", "").split()]
 # What torch's at::vec and GCC's own AVX-512 headers would say thousands of times; torch is built with these too.
 quiet_flags = ["-Wno-unknown-pragmas", "-Wno-psabi", "-Wno-maybe-uninitialized"]
 sources = ["src/bindings.cpp", "src/autograd.cpp", CPU_SOURCE]
