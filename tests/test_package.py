@@ -344,7 +344,9 @@ def test_import_is_quiet_and_quick():
     """No output, no CUDA initialisation, and little beyond the import of torch."""
     script = (
         "import torch, time; t = time.perf_counter(); import fused_act; "
-        "print(time.perf_counter() - t); assert not torch.cuda.is_initialized()"
+        "print(time.perf_counter() - t); assert not torch.cuda.is_initialized(); import sys; "
+        "assert 'fused_act._fuse' not in sys.modules and {*fused_act.__all__} <= {*dir(fused_act)}; "
+        "from fused_act import *; assert fuse is fused_act.fuse and explain is fused_act.explain"
     )
     run = python("-W", "error", "-c", script)
     assert run.returncode == 0, run.stderr
