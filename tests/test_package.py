@@ -354,6 +354,17 @@ def test_import_is_quiet_and_quick():
     assert float(run.stdout) < 3.0
 
 
+def test_reload_and_replacement():
+    """What somebody has put in the place of a name that is imported when it is asked for, stays."""
+    script = (
+        "import importlib, torch, fused_act; fused_act.fuse = print; "
+        "assert fused_act.explain and fused_act.fuse is print; importlib.reload(fused_act); "
+        "y = torch.vmap(torch.ops.fused_act.relu)(torch.tensor([[-1.0], [2.0]])); assert y.tolist() == [[0.0], [2.0]]"
+    )
+    run = python("-W", "error", "-c", script)
+    assert run.returncode == 0, run.stderr
+
+
 def test_one_openmp_runtime():
     """The library brings no thread pool of its own."""
     script = "import fused_act; print(open('/proc/self/maps').read())"

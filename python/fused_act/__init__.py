@@ -30,8 +30,8 @@ def __getattr__(name: str):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from . import _fuse
 
-    globals().update(Report=_fuse.Report, explain=_fuse.explain, fuse=_fuse.fuse)
-    return globals()[name]
+    value = globals()[name] = getattr(_fuse, name)
+    return value
 
 
 def __dir__():

@@ -7,6 +7,7 @@ each sample.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -123,6 +124,7 @@ def _listed_rule(op: Operator, overload: torch._ops.OpOverload):
 _library = torch.library.Library("fused_act", "FRAGMENT")
 
 
+@functools.cache  # once, also where the package is reloaded
 def register() -> None:
     for op in LISTED:
         for name in (op.name, *op.derived):
