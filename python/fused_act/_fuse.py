@@ -361,7 +361,7 @@ def _fuse_modules(model: nn.Module, fold_batchnorm: bool) -> dict[str, list[_Pla
     for path, module in model.named_modules():
         before = vars(module).get("_fused_act")
         if before is not None and fold_batchnorm and not before.fold_batchnorm:  # once more, from the start
-            module.__class__ = type(module)._fused_act_original
+            module.__class__ = original_class(module)
             del module.__dict__["_fused_act"]
         if not _may_fuse(module):
             continue
