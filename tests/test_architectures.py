@@ -32,6 +32,9 @@ namespace fused_act {
 using Bias = ops::relu_bias::Compiled;
 using One = Decoder<1, false>;
 using Curved = Framed<Gelu, false>;
+using Exactly = Exact<Chain<Add, Gelu>, Beside::axis>;
+using Crowded = Exact<Chain<MulOperand, Add, Gelu>, Beside::axis>;
+using Pairwise = Exact<Gated<Chain<MinScalar, SiluScaled>, Chain<AbsClamp, AddOne>>, Beside::pairs>;
 FLAT(Bias, 2, forward, uint32_t)
 FLAT(Bias, 4, forward, uint32_t)
 FLAT(Bias, 2, coded, uint32_t)
@@ -41,7 +44,10 @@ FLAT(One, 4, backward, uint32_t)
 ROWS(One, 4)
 FLAT(Curved, 2, forward, uint32_t)
 FLAT(Curved, 4, forward, uint32_t)
-FLAT(Curved, 4, backward, uint32_t)
+FLAT(Exactly, 2, forward, uint32_t)
+ROWS(Exactly, 2)
+ROWS(Crowded, 2)
+FLAT(Pairwise, 2, backward, uint32_t)
 }  // namespace fused_act
 """
 KERNELS_IN_PROGRAM = len(re.findall(r"^(?:FLAT|ROWS)\(", PROGRAM, re.MULTILINE))

@@ -322,3 +322,27 @@ def test_numbers_worked_out_by_hand(name, x, arguments, expected):
     arguments = {k: torch.tensor(v) if isinstance(v, list) else v for k, v in arguments.items()}
     y = getattr(torch.ops.fused_act, name)(torch.tensor(x), **arguments)
     torch.testing.assert_close(y, torch.tensor(expected), rtol=2e-7, atol=0)
+
+
+def test_a_call_has_its_own_steps_whatever_the_one_before_had():
+    """Steps are remembered from call to call: each part of what they follow from changes here in turn."""
+    x, b = torch.tensor([[-1.0, 0.0, 2.0]]), torch.tensor([0.5, -2.0, 1.0])
+    bias_act = torch.ops.fused_act.bias_act
+    calls = [
+        (dict(act="leaky_relu", alpha=0.25), F.leaky_relu(x, 0.25)),
+        (dict(act="leaky_relu", alpha=0.5), F.leaky_relu(x, 0.5)),
+        (dict(act="leaky_relu"), F.leaky_relu(x)),
+        (dict(act="relu"), F.relu(x)),
+        (dict(act="relu", bias=b), F.relu(x + b)),
+        (dict(act="relu", gain=0.0), F.relu(x) * 0.0),
+        (dict(act="relu", gain=-0.0), F.relu(x) * -0.0),
+        (dict(act="linear", clamp=1.5), x.clamp(-1.5, 1.5)),
+    ]
+    for order in (1, -1):
+        for arguments, want in calls[::order]:
+            y = bias_act(x, **arguments)
+            assert_same(y, want)
+            assert torch.equal(y.signbit(), want.signbit())
+            with pytest.raises(ValueError, match="there is no activation 'rule'"):
+                bias_act(x, act="rule")
+            assert_same(bias_act(x, **arguments), want)

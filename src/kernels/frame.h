@@ -44,16 +44,6 @@ struct Frame {
   }
   static constexpr int kScalars = 10;
   FUSED_ACT_FN bool has(Place place) const { return present >> place & 1; }
-
-  // Whether there is a kernel for backward: x * a + b + c, the activation, a gain, and * c or + c, no operand twice.
-  bool has_sweep() const {
-    constexpr uint32_t places = 1u << scale | 1u << bias | 1u << addend | 1u << activation | 1u << gain | 1u << product |
-                                1u << sum;
-    for (int k = 0; k < kMaxOperands; ++k)
-      for (int n = 0; n < k; ++n)
-        if (operand[k] != kNone && operand[k] == operand[n]) return false;
-    return (present & ~places) == 0;
-  }
 };
 
 // `pairs`: x and the large operand are the halves of pairs.
@@ -62,6 +52,17 @@ struct Framed {
   static constexpr bool kDynamic = false, kFramed = true, kPairs = pairs, kHeavy = Activation::heavy;
   static constexpr int kScalars = Frame::kScalars, kOperands = kMaxOperands;
   Frame frame;
+
+  // Which of the Program's operands and scalars those of the kernel are; -1: none.
+  int operand_from(int k) const { return frame.operand[k] == Frame::kNone ? -1 : frame.operand[k]; }
+  int scalar_from(int s) const {
+    for (int n = 0; n < Frame::places; ++n) {
+      const auto place = static_cast<Frame::Place>(n);
+      if (frame.has(place) && Frame::scalar_of(place) == s && (s || place == Frame::activation)) return frame.scalar[n];
+    }
+    const int second = frame.scalar[Frame::activation] + 1;
+    return s == 1 && second < kMaxScalars ? second : -1;
+  }
 
   template <class N, class Source, class Memory>
   FUSED_ACT_FN N apply(N x, const Source& source, const Scalar<compute_t<N>>* scalars, Memory&) const {
@@ -109,46 +110,6 @@ struct Framed {
       take(Add{}, Frame::sum, x);
     }
     return x;
-  }
-
-  // Of the frames that Frame::has_sweep names: with more places their slopes would not fit in the registers.
-  template <class N, class Source, class Give, class Memory>
-  FUSED_ACT_FN Swept<N> sweep(const N& x, const Source& source, const Give& give, const Scalar<compute_t<N>>* scalars,
-                              Memory&) const {
-    using A = Arithmetic<N>;
-    const auto always = A::mask(true);
-    const auto operand = [&](Frame::Place place) FUSED_ACT_LAMBDA { return source(Frame::operand_of(place)); };
-    N v = x, scale = x;
-    if (frame.has(Frame::scale)) {
-      scale = operand(Frame::scale);
-      v = mul(v, scale);
-    }
-    if (frame.has(Frame::bias)) v = add(v, operand(Frame::bias));
-    if (frame.has(Frame::addend)) v = add(v, operand(Frame::addend));
-    const Scalar<compute_t<N>>* const own = scalars + Frame::scalar_of(Frame::activation);
-    const compute_t<N> gain = scalars[Frame::scalar_of(Frame::gain)].value;
-    const auto with_gain = [&](const N& n) FUSED_ACT_LAMBDA { return frame.has(Frame::gain) ? fused_act::scale(n, gain) : n; };
-    // The value in a branch of its own: with the derivative, whose formula need not share anything with it (kHasRoughSlope),
-    // it would be computed for all.
-    if (frame.has(Frame::product)) {
-      const N value = with_gain(Evaluator<N>::template apply<Activation>(v, v, own));
-      give(Frame::operand_of(Frame::product), Cotangent<N>{value, always});
-    }
-    if (frame.has(Frame::sum)) give(Frame::operand_of(Frame::sum), Cotangent<N>::one());
-    const auto d = Evaluator<N>::template linearize<Activation>(v, v, own);
-    Cotangent<N> c{d.tangent[0], d.active[0]};
-    if (frame.has(Frame::product)) {
-      c.value = mul(with_gain(operand(Frame::product)), c.value);
-    } else {
-      c.value = with_gain(c.value);
-    }
-    if (frame.has(Frame::addend)) give(Frame::operand_of(Frame::addend), c);
-    if (frame.has(Frame::bias)) give(Frame::operand_of(Frame::bias), c);
-    if (frame.has(Frame::scale)) {
-      give(Frame::operand_of(Frame::scale), c.through(x, always));
-      c = c.through(scale, always);
-    }
-    return {v, c};  // backward asks for the derivative alone
   }
 };
 

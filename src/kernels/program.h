@@ -168,23 +168,29 @@ struct Chain {
   template <class N, class Source, class Give, class Memory>
   FUSED_ACT_FN Swept<N> sweep(const N& x, const Source& source, const Give& give, const Scalar<compute_t<N>>* scalars,
                               Memory&) const {
-    return sweep_from<0>(Types<Steps...>{}, x, source, give, scalars);
+    return sweep_to(Cotangent<N>::one(), x, source, give, scalars);
+  }
+  // The same where something follows: `end` is the derivative of the result with respect to what the chain yields.
+  template <class N, class Source, class Give>
+  FUSED_ACT_FN static Swept<N> sweep_to(const Cotangent<N>& end, const N& x, const Source& source, const Give& give,
+                                        const Scalar<compute_t<N>>* scalars) {
+    return sweep_from<0>(Types<Steps...>{}, end, x, source, give, scalars);
   }
 
  private:
   template <int k, class N, class Source, class Give>
-  FUSED_ACT_FN static Swept<N> sweep_from(Types<>, const N& x, const Source&, const Give&,
+  FUSED_ACT_FN static Swept<N> sweep_from(Types<>, const Cotangent<N>& end, const N& x, const Source&, const Give&,
                                           const Scalar<compute_t<N>>*) {
-    return {x, Cotangent<N>::one()};
+    return {x, end};
   }
   template <int k, class Step, class... Rest, class N, class Source, class Give>
-  FUSED_ACT_FN static Swept<N> sweep_from(Types<Step, Rest...>, const N& x, const Source& source, const Give& give,
-                                          const Scalar<compute_t<N>>* scalars) {
+  FUSED_ACT_FN static Swept<N> sweep_from(Types<Step, Rest...>, const Cotangent<N>& end, const N& x, const Source& source,
+                                          const Give& give, const Scalar<compute_t<N>>* scalars) {
     constexpr bool takes = kTakes<Step, 'T'> > 0;
     N operand = x;
     if constexpr (takes) operand = source(k);
     const auto d = Evaluator<N>::template linearize<Step>(x, operand, scalars);
-    const Swept<N> rest = sweep_from<k + takes>(Types<Rest...>{}, d.value, source, give, scalars + kTakes<Step, 'f'>);
+    const Swept<N> rest = sweep_from<k + takes>(Types<Rest...>{}, end, d.value, source, give, scalars + kTakes<Step, 'f'>);
     if constexpr (takes) give(k, rest.cotangent.through(d.tangent[1], d.active[1]));
     return {rest.value, rest.cotangent.through(d.tangent[0], d.active[0])};
   }

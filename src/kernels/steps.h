@@ -20,6 +20,10 @@ struct Step {
   static constexpr bool divides = false;
   // Whether the derivatives, that of the operand too, are 1 everywhere: a Program then keeps no slopes.
   static constexpr bool unit_slope = false;
+  // Whether the derivative takes at most four values, so that training keeps no x (codes.h).
+  static constexpr bool few_slopes = false;
+  // Whether models commonly have it after convolutions and matrix products: its forms (forms.h) are then compiled.
+  static constexpr bool common = false;
   // What a scalar is where None is given for it; null: the step is then left out.
   static constexpr const double* absent = nullptr;
   // What is wrong with the scalars, or null.
@@ -44,6 +48,7 @@ FUSED_ACT_FN bool exact_in_every_dtype(double c) {
 }
 
 struct Relu : Step {
+  static constexpr bool common = true, few_slopes = true;
   static constexpr const char* gradient = "relu: 0 at 0";
   FUSED_ACT_FN static bool derivative_from_output(const double*) { return true; }
   template <class N>
@@ -53,6 +58,7 @@ struct Relu : Step {
 };
 
 struct LeakyRelu : Step {
+  static constexpr bool common = true, few_slopes = true;
   static constexpr const char* parameters = "f";
   static constexpr const char* gradient = "leaky_relu: the slope at 0";
   FUSED_ACT_FN static bool derivative_from_output(const double* s) { return s[0] > 0; }
@@ -63,6 +69,7 @@ struct LeakyRelu : Step {
 };
 
 struct Relu6 : Step {
+  static constexpr bool common = true, few_slopes = true;
   static constexpr const char* gradient = "relu6: 0 at 0 and at 6";
   FUSED_ACT_FN static bool derivative_from_output(const double*) { return true; }
   template <class N>
@@ -160,6 +167,7 @@ struct Softshrink : Step {
 };
 
 struct Hardsigmoid : Step {
+  static constexpr bool common = true, few_slopes = true;
   static constexpr const char* gradient = "hardsigmoid: 0 at -3 and at 3";
   template <class N>
   FUSED_ACT_FN static N apply(const N& x, const N*, const Scalar<compute_t<N>>*) {
@@ -168,6 +176,7 @@ struct Hardsigmoid : Step {
 };
 
 struct Hardswish : Step {
+  static constexpr bool common = true;
   static constexpr const char* gradient = "hardswish: 0 at -3, 1 at 3";
   template <class N>
   FUSED_ACT_FN static N apply(const N& x, const N*, const Scalar<compute_t<N>>*) {
@@ -213,6 +222,7 @@ struct Softsign : Step {
 };
 
 struct Sigmoid : HeavyStep {
+  static constexpr bool common = true;
   template <class N>
   FUSED_ACT_FN static N apply(const N& x, const N*, const Scalar<compute_t<N>>*) {
     return sigmoid(x);
@@ -227,6 +237,7 @@ struct Logsigmoid : HeavyStep {
 };
 
 struct Tanh : HeavyStep {
+  static constexpr bool common = true;
   template <class N>
   FUSED_ACT_FN static N apply(const N& x, const N*, const Scalar<compute_t<N>>*) {
     return tanh_(x);
@@ -279,6 +290,7 @@ struct Selu : HeavyStep {
 };
 
 struct Silu : HeavyStep {
+  static constexpr bool common = true;
   template <class N>
   FUSED_ACT_FN static N apply(const N& x, const N*, const Scalar<compute_t<N>>*) {
     return silu(x);
@@ -297,6 +309,7 @@ struct SiluScaled : HeavyStep {
 
 // x * sigmoid(1.702 * x).
 struct QuickGelu : HeavyStep {
+  static constexpr bool common = true;
   template <class N>
   FUSED_ACT_FN static N apply(const N& x, const N*, const Scalar<compute_t<N>>*) {
     using C = compute_t<N>;
@@ -305,6 +318,7 @@ struct QuickGelu : HeavyStep {
 };
 
 struct Gelu : HeavyStep {
+  static constexpr bool common = true;
   template <class N>
   FUSED_ACT_FN static N apply(const N& x, const N*, const Scalar<compute_t<N>>*) {
     return gelu(x);
@@ -312,6 +326,7 @@ struct Gelu : HeavyStep {
 };
 
 struct GeluTanh : HeavyStep {
+  static constexpr bool common = true;
   template <class N>
   FUSED_ACT_FN static N apply(const N& x, const N*, const Scalar<compute_t<N>>*) {
     return gelu_tanh(x);
@@ -319,6 +334,7 @@ struct GeluTanh : HeavyStep {
 };
 
 struct Mish : HeavyStep {
+  static constexpr bool common = true;
   template <class N>
   FUSED_ACT_FN static N apply(const N& x, const N*, const Scalar<compute_t<N>>*) {
     return mish(x);

@@ -1,14 +1,14 @@
 // The compiled chains of all operators for one size of an element. Included by the files that name one.
 #pragma once
 
-#include "../operators.h"
-#include "launch.cuh"
+#include "exact.cuh"
 
 namespace fused_act {
 
 // The kernels compiled for the operator where there are any and they fit, else those for a frame, else the program.
-template <class Op, int bytes>
+template <class Line, int bytes>
 const char* launch(const Request& r, const Geometry& geometry, const Cuda& cuda) {
+  using Op = typename Line::Compiled;
   if constexpr (!Op::kDynamic) {
     if (r.mode == Mode::forward) {
       Launcher<Op, bytes, Mode::forward> launcher(Op{}, r, geometry, cuda);
@@ -25,6 +25,7 @@ const char* launch(const Request& r, const Geometry& geometry, const Cuda& cuda)
     }
   }
   const char* error = nullptr;
+  if (launch_first<bytes>(typename FormOfHalves<Line>::Found{}, r, geometry, cuda, &error)) return error;
   if (bytes == 2 ? run_cuda_framed_16(r, geometry, cuda, &error) : run_cuda_framed_32(r, geometry, cuda, &error))
     return error;
   return bytes == 2 ? run_cuda_program_16(r, geometry, cuda) : run_cuda_program_32(r, geometry, cuda);
@@ -33,7 +34,7 @@ const char* launch(const Request& r, const Geometry& geometry, const Cuda& cuda)
 // The launch functions of all operators, in the order of the list.
 template <int bytes>
 const char* run_compiled(int op, const Request& r, const Geometry& geometry, const Cuda& cuda) {
-#define FUSED_ACT_ENTRY(NAME, ...) &launch<ops::NAME::Compiled, bytes>,
+#define FUSED_ACT_ENTRY(NAME, ...) &launch<ops::NAME, bytes>,
   static constexpr const char* (*functions[])(const Request&, const Geometry&, const Cuda&) = {
       FUSED_ACT_OPERATORS(FUSED_ACT_ENTRY)};
 #undef FUSED_ACT_ENTRY

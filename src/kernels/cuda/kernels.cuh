@@ -8,7 +8,7 @@
 // program.cuh has those of Programs. Block sizes and thresholds are in `tuning`.
 #pragma once
 
-#include "../frame.h"
+#include "../forms.h"
 #include "device.cuh"
 
 namespace fused_act {
@@ -18,29 +18,30 @@ namespace tuning {
 // either type: at (128, 64, 126, 126) on an H200 relu_bias's backward takes 1.09 copies in float32 with 16896 blocks and 1.12
 // with half of them, in bfloat16 1.27 and 1.20. Fewer for column_kernel, where each block leaves a partial sum for every
 // channel.
-template <class Op>
-constexpr int64_t row_blocks(int bytes) {
-  return Op::kFramed || bytes == 2 ? 8448 : 16896;
-}
+constexpr int64_t row_blocks(int bytes) { return bytes == 2 ? 8448 : 16896; }
 constexpr int64_t kColumnBlocks = 4224;
 // Vectors that a thread handles at least.
 constexpr int kMinVectorsPerThread = 2;
-// Blocks of row_kernel and column_kernel that a multiprocessor holds at once in backward: 64 registers a thread; 80 for
-// eight elements with a frame's operands.
+// Whether an operand stands beside each element that has to be in registers when it is evaluated, with all else.
 template <class Op>
-constexpr int reduction_residents(int elements) {
-  return Op::kFramed && elements == 8 ? 3 : 4;
+constexpr bool kCrowded = kSurrounded<Op> && Op::kOperands > 1;
+// Blocks of row_kernel and column_kernel that a multiprocessor holds at once: 64 registers a thread, or 80.
+template <class Op>
+constexpr int reduction_residents(int elements, bool columns) {
+  return elements == 8 && (kCrowded<Op> || (kSurrounded<Op> && columns)) ? 3 : 4;
 }
 // Vectors of which row_kernel and column_kernel load what they read before they evaluate the first: enough of it is then on
 // its way for the memory of an H200. relu_bias's backward there, of the copy: one at a time 1.36 in bfloat16 and 1.27 in
-// float32, two 1.20 and 1.09, four 1.08 and 1.10. Frames have no registers for a second.
+// float32, two 1.20 and 1.09, four 1.08 and 1.10.
 template <class Op>
 constexpr int row_batch(int bytes) {
   if constexpr (kDecodes<Op>)
     if (!Op::kTwo && bytes == 2) return 4;
-  return Op::kFramed ? 1 : 2;
+  return 2;
 }
-constexpr int kColumnBatch = 2;
+// Columns keep a sum for each element: eight of them, and several operands, leave no registers for a second vector.
+template <class Op>
+constexpr int column_batch = kCrowded<Op> ? 1 : 2;
 // What differs between architectures: the threads that a multiprocessor holds at most (its registers are 65,536 in all). By
 // compute capability; one that is not listed is like the greatest below it.
 struct Architecture {
@@ -59,13 +60,13 @@ constexpr int kMaxThreads = architecture(__CUDA_ARCH__).threads;
 constexpr int kMaxThreads = architecture(0).threads;
 #endif
 // Blocks of a compiled flat_kernel that a multiprocessor holds at least. In forward as many as there can be, 32 registers
-// a thread on an H100; three quarters of that, 40 registers, for a frame's operands beside eight elements, and where codes
-// of two bits are read. Backward of a cheap chain takes what registers it needs.
+// a thread on an H100; three quarters of that, 40 registers, for several operands beside eight elements, and where codes of
+// two bits are read. Backward of a cheap chain takes what registers it needs.
 template <class Op>
 constexpr int flat_residents(Mode mode, int elements) {
   const int most = kMaxThreads / kThreads;
-  if (mode == Mode::forward) return Op::kFramed && elements == 8 ? most * 3 / 4 : most;
-  if (mode == Mode::coded) return most;
+  if (mode == Mode::forward || mode == Mode::coded)
+    return elements < 8 || Op::kOperands < 2 ? most : most * 3 / 4;
   if constexpr (kDecodes<Op>)
     return elements < 8 ? most : mode != Mode::backward || Op::kOperands > 1 ? most / 2 : Op::kTwo ? most * 3 / 4 : most;
   return Op::kHeavy ? most / 2 : 1;
@@ -89,7 +90,7 @@ constexpr int64_t kWarpElements = 2048;
 // What takes tensors of up to kShortElements alone, so that an index has 32 bits: with 64, what finds an operand's element or
 // a byte of codes takes twice the instructions.
 template <class Op, Mode mode>
-constexpr bool kShort = Op::kDynamic || Op::kFramed || kDecodes<Op> || mode == Mode::coded;
+constexpr bool kShort = Op::kDynamic || kSurrounded<Op> || kDecodes<Op> || mode == Mode::coded;
 template <class Op, Mode mode>
 using SignedIndex = std::conditional_t<kShort<Op, mode>, int32_t, int64_t>;
 template <class Op, Mode mode>
@@ -207,6 +208,19 @@ __device__ __forceinline__ Bits<bytes, G::kLanes> load_full(const void* p, const
   return out;
 }
 
+// Both halves of pairs, of whole vectors.
+template <int bytes, class G, class C>
+__device__ __forceinline__ void store_pairs(void* p, const G& at, const Lanes<C, G::kLanes>& even,
+                                            const Lanes<C, G::kLanes>& odd, Dtype dtype) {
+  Lanes<C, 2 * G::kLanes> both;
+#pragma unroll
+  for (int j = 0; j < G::kLanes; ++j) {
+    both.lane[2 * j] = even.lane[j];
+    both.lane[2 * j + 1] = odd.lane[j];
+  }
+  store_bits(p, 2 * int64_t(at.i[0]), to_bits<bytes>(both, dtype));
+}
+
 template <int bytes, class G>
 __device__ __forceinline__ void store_full(void* p, const Lay& lay, const G& at, const Bits<bytes, G::kLanes>& bits) {
   constexpr int n = G::n;
@@ -284,14 +298,14 @@ __device__ __forceinline__ Lanes<C, G::kLanes> load_vectors(const OperandArg<C>&
   return to_lanes(bits, o.dtype);
 }
 
-// What kernels can load. A frame's leave to others what is rare: walks, and vectors in the compute type beside those of 16
-// bits; and pairs are known when it is compiled.
+// What kernels can load. Those of what surrounds an activation leave to others what is rare: walks, and vectors in the
+// compute type beside those of 16 bits; and pairs are known when they are compiled.
 struct LoadsAll {
   static constexpr bool kAny = true, kPairs = false;
 };
 template <class Op>
 struct Loads {
-  static constexpr bool kAny = !Op::kFramed, kPairs = Op::kPairs;
+  static constexpr bool kAny = !kSurrounded<Op>, kPairs = Op::kPairs;
 };
 
 // The elements of an operand beside a group of x. They are of x's type or of the compute type.
@@ -346,8 +360,8 @@ __device__ __forceinline__ Lanes<C, G::kLanes> load_operand(const OperandArg<C>&
 // How the gradient of an operand leaves the kernel.
 enum class Emit : int { none, store, reduce };
 
-// What a Program and a frame have: layouts of the full tensors. And what only a Program has: the entries of its scratch
-// memory. Operand k has entry k, and slot k has kMaxOperands + k: as a step names its source.
+// What a Program and what surrounds an activation have: layouts of the full tensors. And what only a Program has: the
+// entries of its scratch memory. Operand k has entry k, and slot k has kMaxOperands + k: as a step names its source.
 struct ProgramPlan {
   bool pitched = false;
   Divider by_inner;
@@ -377,7 +391,7 @@ struct Args {
   int codes;
   C code_key[kMaxCodes];
   struct Nothing {};
-  std::conditional_t<Op::kDynamic || Op::kFramed, ProgramPlan, Nothing> plan;
+  std::conditional_t<Op::kDynamic || kSurrounded<Op>, ProgramPlan, Nothing> plan;
 };
 
 // The gradient of an operand that is as large as x: in x's type or in the compute type.
@@ -474,6 +488,15 @@ struct CodeBytes {
 template <Mode mode, class G>
 using NumberOf = Lanes<Compute<G::kBytes>, G::kLanes, mode == Mode::forward && G::kBytes == 2>;
 
+// Of a frame's operands only the large one is loaded early, four do not fit in the registers; and of those of gated linear
+// units only what stands beside x.
+template <class Op>
+FUSED_ACT_FN constexpr bool loads_early(int k) {
+  if constexpr (Op::kFramed) return k == Frame::kLarge;
+  if constexpr (kExact<Op>) return Op::kOperands < 3 || k == Op::kGate;
+  return true;
+}
+
 template <class Op, Mode mode, class G, class Sums>
 struct VectorIo {
   using C = Compute<G::kBytes>;
@@ -482,35 +505,44 @@ struct VectorIo {
   const G& at;
   Sums& sums;
   N loaded[Args<Op, C>::O];
+  N beside;  // of pairs: the gradient of the operand
   AxisPlace<G> place;
   CodeBits<N> codes;
-  // Of a frame's operands only the large one is loaded early: four do not fit in the registers. (The bias in its place, where
-  // there is none: 1.14 for 1.17 in silu's backward in float32, 1.19 for 1.11 with a residual in bfloat16.)
+  // Before all else, where there are registers for that.
   __device__ __forceinline__ void load() {
     if constexpr (!kDecodes<Op> || mode == Mode::jvp) {
 #pragma unroll
       for (int k = 0; k < Op::kOperands; ++k) {
+        if (!loads_early<Op>(k)) continue;
         if constexpr (Op::kFramed)
-          if (k != Frame::kLarge || !(a.op.frame.present & Frame::kLargePlaces)) continue;
-        loaded[k] = lanes_as<N>(load_operand<Loads<Op>>(a.operand[k], at, place));
+          if (!(a.op.frame.present & Frame::kLargePlaces)) continue;
+        loaded[k] = load_now(k);
       }
     }
   }
   FUSED_ACT_FN N operand(int k) {
 #if defined(__CUDA_ARCH__)
-    if (Op::kFramed && k != Frame::kLarge) return lanes_as<N>(load_operand<Loads<Op>>(a.operand[k], at, place));
+    if (!loads_early<Op>(k)) return load_now(k);
 #endif
     return loaded[k];
+  }
+  __device__ __forceinline__ N load_now(int k) {
+    if (Sums::holds(k)) return sums.template held<N>(k, a.dtype);
+    return lanes_as<N>(load_operand<Loads<Op>>(a.operand[k], at, place));
   }
   // A direction is had by codes alone, whose operands are then its parts.
   FUSED_ACT_FN N direction(int k) const { return loaded[k]; }
   FUSED_ACT_FN bool moves(int k) const { return mode == Mode::jvp && a.has_v[k]; }
   FUSED_ACT_FN void gradient(int k, const N& value) {
 #if defined(__CUDA_ARCH__)
+    if constexpr (Op::kPairs) {
+      beside = value;
+      return;
+    }
     const auto plain = lanes_as<Lanes<C, G::kLanes>>(value);
     if (a.emit[k] == Emit::reduce) sums.add(k, plain, at);
     if (a.emit[k] != Emit::store) return;
-    if constexpr (Op::kFramed) {
+    if constexpr (kSurrounded<Op>) {
       store_gradient(a, k, {a.plan.gradient[k].extra, false}, at, plain);
     } else {
       store_gradient(a, k, Lay(), at, plain);
@@ -525,9 +557,16 @@ struct VectorIo {
   }
 };
 
+// Where operand gradients are summed (`add`), and what is known there of operands: one that is the same for all that a thread
+// takes it holds.
 struct NoSums {
   template <class N, class G>
   __device__ __forceinline__ void add(int, const N&, const G&) {}
+  __device__ __forceinline__ static constexpr bool holds(int) { return false; }
+  template <class N>
+  __device__ __forceinline__ N held(int, Dtype) const {
+    return {};
+  }
 };
 
 template <int bytes, class Index = int64_t>
@@ -536,17 +575,17 @@ using Vector = Group<bytes, 1, Index>;
 // How x and the result lie.
 template <class Op, class C>
 __device__ __forceinline__ Lay lay_of_x(const Args<Op, C>& a) {
-  if constexpr (Op::kFramed) return {a.plan.x.extra, Op::kPairs};
+  if constexpr (kSurrounded<Op>) return {a.plan.x.extra, Op::kPairs};
   return {};
 }
 template <class Op, class C>
 __device__ __forceinline__ Lay lay_of_out(const Args<Op, C>& a) {
-  if constexpr (Op::kFramed) return {a.plan.out.extra, false};
+  if constexpr (kSurrounded<Op>) return {a.plan.out.extra, false};
   return {};
 }
 template <class Op, class C>
 __device__ __forceinline__ Lay lay_of_g(const Args<Op, C>& a) {
-  if constexpr (Op::kFramed) return {a.plan.g.extra, false};
+  if constexpr (kSurrounded<Op>) return {a.plan.g.extra, false};
   return {};
 }
 
@@ -570,7 +609,7 @@ struct Taken {
       if (mode == Mode::backward) t.g = load_full<true, bytes>(a.g, Lay(), at);
       if (mode == Mode::jvp) t.u = a.u ? load_full<true, bytes>(a.u, Lay(), at) : B{};
     } else {
-      t.x = Op::kFramed || a.x ? load_full<!kForward, bytes>(a.x, lay_of_x(a), at) : B{};
+      t.x = kSurrounded<Op> || a.x ? load_full<!kForward, bytes>(a.x, lay_of_x(a), at) : B{};
       if (!kForward) t.g = a.g ? load_full<true, bytes>(a.g, lay_of_g(a), at) : B{};
     }
     return t;
@@ -594,7 +633,8 @@ __device__ __forceinline__ void evaluate_taken(const Args<Op, Compute<bytes>>& a
     const Outputs<N> out =
         evaluate<mode>(a.op, a.scalars, number(taken.x), forward ? zero : number(taken.g), zero, false, io);
     if constexpr (mode == Mode::coded) store_codes(a, io.at, out.full[1]);
-    if ((Op::kFramed && forward) || a.out[0])
+    if constexpr (Op::kPairs && !forward) return store_pairs<bytes>(a.out[0], io.at, out.full[0], io.beside, a.dtype);
+    if ((kSurrounded<Op> && forward) || a.out[0])
       store_full<bytes>(a.out[0], lay_of_out(a), io.at, to_bits<bytes>(out.full[0], a.dtype));
   }
 }
@@ -631,7 +671,7 @@ __global__ void __launch_bounds__(kThreads, tuning::flat_residents<Op>(mode, kVe
   wait_for_earlier();
   NoSums sums;
   constexpr bool all_run = mode == Mode::coded;
-  if constexpr (Op::kFramed) {
+  if constexpr (kSurrounded<Op>) {
     const uint32_t i = (blockIdx.x * kThreads + threadIdx.x) * kVector<bytes>, numel = uint32_t(a.numel);
     if (!all_run && i >= numel) return;
     using At = Vector<bytes, uint32_t>;
@@ -701,9 +741,23 @@ struct RowChunk {
   }
 };
 
-template <int O, class C>
+// `along`: of the first so many operands a channel has one element each.
+template <int O, class C, int along = 0>
 struct RowSums {
   C sum[O];
+  C operand[along > 0 ? along : 1];
+
+  template <class A>
+  __device__ __forceinline__ void hold(const A& a, int64_t channel) {
+#pragma unroll
+    for (int k = 0; k < along; ++k)
+      operand[k] = load_element<C>(a.operand[k].data, a.operand[k].dtype, channel * a.operand[k].stride);
+  }
+  __device__ __forceinline__ static constexpr bool holds(int k) { return k < along; }
+  template <class N>
+  __device__ __forceinline__ N held(int k, Dtype) const {
+    return constant<N>(operand[k]);
+  }
   template <class G>
   __device__ __forceinline__ void add(int k, const Lanes<C, G::kLanes>& value, const G& at) {
     C inside = C(0);
@@ -726,20 +780,32 @@ struct RowSums {
 };
 
 template <class Op, int bytes, Mode mode>
-__global__ void __launch_bounds__(kThreads, tuning::reduction_residents<Op>(kVector<bytes>))
+__global__ void __launch_bounds__(kThreads, tuning::reduction_residents<Op>(kVector<bytes>, false))
     row_kernel(const __grid_constant__ Args<Op, Compute<bytes>> a, const Rows rows) {
   wait_for_earlier();
   constexpr int V = kVector<bytes>;
   using I = SignedIndex<Op, mode>;
   using At = Vector<bytes, ReductionIndex<Op, mode>>;
   const RowChunk<I> chunk(rows);
-  RowSums<Args<Op, Compute<bytes>>::O, Compute<bytes>> sums{};
+  RowSums<Args<Op, Compute<bytes>>::O, Compute<bytes>, kAlong<Op>> sums{};
+  sums.hold(a, chunk.channel);
   for (I o = chunk.first + chunk.line; o < chunk.last; o += chunk.lines) {
     // Planes need not start at a multiple of a vector: whole vectors inside, and a part of one at either end, which is
     // shared with the neighbouring plane. Threads are laid from a 128-byte line on: a warp that straddles lines writes 5 of
     // them for 4. A piece has less than 2^31 elements.
     constexpr int kLine = 128 / bytes, kBatch = tuning::row_batch<Op>(bytes);
     const I start = chunk.start(rows, o), end = start + chunk.to - chunk.from;
+    if constexpr (tuning::kCrowded<Op>) {  // parts of vectors among the whole ones
+      const I line = start & -kLine;
+      const int step = rows.width * V, before = int((start & -V) - line), after = int(end - line);
+#pragma unroll 1
+      for (int r = chunk.lane * V; r < after; r += step * kBatch) {
+        process_batch<kBatch, Op, bytes, mode>(
+            a, [&](int b) FUSED_ACT_LAMBDA { return r + b * step >= before && r + b * step < after; },
+            [&](int b) FUSED_ACT_LAMBDA { return At(line + r + b * step, 0, start, end); }, sums);
+      }
+      continue;
+    }
     const I whole = (start + V - 1) & -V, part = end & -V, base = whole & -kLine;
     const int step = rows.width * V, first = int(whole - base), last = int(part - base);
 #pragma unroll 1
@@ -798,9 +864,23 @@ __device__ __forceinline__ void emit_columns(const A& a, int k, const Columns& c
   }
 }
 
-template <int O, class C, int V>
+// `along`: the first so many operands lie as the columns do.
+template <int O, class C, int V, int along>
 struct ColumnSums {
+  static constexpr int kBytes = 16 / V;
   C sum[O][V];
+  Bits<kBytes, V> operand[along > 0 ? along : 1];
+
+  template <class A>
+  __device__ __forceinline__ void hold(const A& a, int64_t column) {
+#pragma unroll
+    for (int k = 0; k < along; ++k) operand[k] = load_bits<true, kBytes, V>(a.operand[k].data, column);
+  }
+  __device__ __forceinline__ static constexpr bool holds(int k) { return k < along; }
+  template <class N>
+  __device__ __forceinline__ N held(int k, Dtype dtype) const {
+    return lanes_as<N>(to_lanes(operand[k], dtype));
+  }
   template <class G>
   __device__ __forceinline__ void add(int k, const Lanes<C, V>& value, const G& at) {
 #pragma unroll
@@ -810,29 +890,27 @@ struct ColumnSums {
 };
 
 template <class Op, int bytes, Mode mode>
-__global__ void __launch_bounds__(kThreads, tuning::reduction_residents<Op>(kVector<bytes>))
+__global__ void __launch_bounds__(kThreads, tuning::reduction_residents<Op>(kVector<bytes>, true))
     column_kernel(const __grid_constant__ Args<Op, Compute<bytes>> a, const Columns columns) {
   wait_for_earlier();
   using C = Compute<bytes>;
   constexpr int V = kVector<bytes>;
   __shared__ C shared[kThreads * V];
   const ColumnChunk chunk(columns, V);
-  ColumnSums<Args<Op, C>::O, C, V> sums{};
+  ColumnSums<Args<Op, C>::O, C, V, kAlong<Op>> sums{};
   if (chunk.works) {
+    sums.hold(a, chunk.column);
     const int64_t end = chunk.last * columns.width(), step = chunk.lines * columns.width();
     const int64_t start = (chunk.first + chunk.line) * columns.width() + chunk.column;
     using At = Vector<bytes, ReductionIndex<Op, mode>>;
-    if constexpr (Op::kFramed) {  // whose tensors are of whole vectors
+    const int64_t whole = min(end, a.numel - V + 1);
 #pragma unroll 1
-      for (int64_t i = start; i < min(end, a.numel); i += step) process<Op, bytes, mode>(a, At(i), sums);
-    } else {
-      const int64_t whole = min(end, a.numel - V + 1);
-#pragma unroll 1
-      for (int64_t i = start; i < whole; i += step * tuning::kColumnBatch) {
-        process_batch<tuning::kColumnBatch, Op, bytes, mode>(
-            a, [&](int b) FUSED_ACT_LAMBDA { return i + b * step < whole; },
-            [&](int b) FUSED_ACT_LAMBDA { return At(i + b * step); }, sums);
-      }
+    for (int64_t i = start; i < whole; i += step * tuning::column_batch<Op>) {
+      process_batch<tuning::column_batch<Op>, Op, bytes, mode>(
+          a, [&](int b) FUSED_ACT_LAMBDA { return i + b * step < whole; },
+          [&](int b) FUSED_ACT_LAMBDA { return At(i + b * step); }, sums);
+    }
+    if constexpr (!kSurrounded<Op>) {
       if (whole < end) {  // the end of the tensor: one thread has a part of a vector there
         const int64_t last = start < whole ? start + (whole - start + step - 1) / step * step : start;
         if (last < min(end, a.numel)) process<Op, bytes, mode>(a, At(last, 0, 0, a.numel), sums);

@@ -33,14 +33,14 @@ template <class Op, int bytes, Mode mode>
 class Launcher {
   using C = Compute<bytes>;
   static constexpr int O = Op::kOperands;
-  static constexpr bool kSums = O > 0 && has_operand_gradients(mode);
+  static constexpr bool kGradients = O > 0 && has_operand_gradients(mode);
   // Vector kernels of a Program exist for the two modes of training, and not for the rare float64.
   static constexpr bool kVectors =
       !Op::kDynamic || ((mode == Mode::forward || mode == Mode::backward || mode == Mode::coded) && bytes < 8);
   // Kernels for any strides learn the size of an element at run time, so one of the sizes has them.
   static constexpr bool kAnyStrides = Op::kDynamic && bytes != 2 && mode != Mode::coded;
   // Whether its vector kernels walk rows with a pitch and halves of pairs.
-  static constexpr bool kWalks = Op::kDynamic || Op::kFramed;
+  static constexpr bool kWalks = Op::kDynamic || kSurrounded<Op>;
   static constexpr int kElements = kVector<bytes>;
   // Dynamic shared memory that every card gives a block without being asked.
   static constexpr int kScratchBytes = 48 * 1024 - 256;  // less what a kernel has of its own
@@ -54,9 +54,16 @@ class Launcher {
       for_each_full([&](const void* p, int row, Lay& lay, Dtype dtype) { look(p, row, lay, dtype); });
       for (int k = 0; k < O; ++k)
         if (const int from = given(k); from >= 0) look_at_operand(r.operand[from], kOperand + from, args_.operand[k]);
-      if constexpr (Op::kFramed) {  // whose kernels have no code for what is rare
+      if constexpr (kSurrounded<Op>) {  // whose kernels have no code for what is rare
         vectors_ &= r.x.data && (mode == Mode::backward ? r.g.data : r.out[0].data) && r.numel % kElements == 0;
-        vectors_ &= args_.plan.x.pair == Op::kPairs && !args_.plan.out.pair;
+        vectors_ &= args_.plan.x.pair == Op::kPairs;
+        if (Op::kPairs && mode == Mode::backward) {  // which writes both halves at once
+          vectors_ &= r.out[0].data && args_.plan.out.pair && args_.plan.gradient[0].pair && gradient(0).dtype == r.dtype &&
+                      gradient(0).data == static_cast<char*>(r.out[0].data) + bytes;
+        } else {
+          vectors_ &= !args_.plan.out.pair;
+          for (const Lay& lay : args_.plan.gradient) vectors_ &= !lay.pair;
+        }
         for (const OperandArg<C>& o : args_.operand) {
           const bool full = o.access == Access::full;
           vectors_ &= o.access != Access::walk && !(full && o.lay.pair != Op::kPairs) &&
@@ -64,7 +71,7 @@ class Launcher {
         }
       }
     }
-    if constexpr (kSums) plan_gradients();
+    if constexpr (kGradients) plan_gradients();
     if constexpr (Op::kDynamic) plan_scratch();
   }
 
@@ -78,7 +85,7 @@ class Launcher {
   bool wants_dense() const { return kVectors && request_.may_be_dense && !vectors_; }
 
   cudaError_t run() {
-    if constexpr (kSums) {
+    if constexpr (kGradients) {
       bool fused = false;
       for (int k = 0; k < O; ++k) {
         if (plan_[k] == Plan::apart) {
@@ -87,7 +94,7 @@ class Launcher {
         }
         fused |= plan_[k] == Plan::fused;
       }
-      if constexpr (kVectors)
+      if constexpr (kVectors && kSums<Op>)
         if (fused) return main_.inner == 1 ? launch_columns() : launch_rows();
     }
     bool any_output = request_.out[0].data || request_.out[1].data;
@@ -104,7 +111,7 @@ class Launcher {
 
   // Which operand of the request is operand k of the kernel; -1: none.
   int given(int k) const {
-    if constexpr (Op::kFramed) return args_.op.frame.operand[k] == Frame::kNone ? -1 : args_.op.frame.operand[k];
+    if constexpr (kSurrounded<Op>) return args_.op.operand_from(k);
     return k;
   }
   // Of which the gradient is this one; without data where there is none.
@@ -132,16 +139,10 @@ class Launcher {
       args_.gradient_dtype[k] = gradient(k).dtype;
       args_.partial[k] = nullptr;
     }
-    const auto scalar = [&](int to, int from) { args_.scalars[to] = Scalar<C>::of(static_cast<C>(r.scalars[from])); };
-    if constexpr (Op::kFramed) {
-      for (int n = 0; n < Frame::places; ++n) {
-        const auto place = static_cast<Frame::Place>(n);
-        const int to = Frame::scalar_of(place);
-        if (op.frame.has(place) && (to || place == Frame::activation)) scalar(to, op.frame.scalar[place]);
-      }
-      if (op.frame.scalar[Frame::activation] + 1 < kMaxScalars) scalar(1, op.frame.scalar[Frame::activation] + 1);
-    } else {
-      for (int s = 0; s < Op::kScalars; ++s) scalar(s, s);
+    for (int s = 0; s < Op::kScalars; ++s) {
+      int from = s;
+      if constexpr (kSurrounded<Op>) from = op.scalar_from(s);
+      if (from >= 0) args_.scalars[s] = Scalar<C>::of(static_cast<C>(r.scalars[from]));
     }
     args_.code_words = r.codes;
     args_.plane_words = code_words(r.numel);
@@ -241,7 +242,7 @@ class Launcher {
       }
       const ChannelForm f = channel_form(geometry_, kGradient + given(k));
       // Beyond 2^30 channels a block for each would not fit in a grid.
-      const bool sums = f.exact && flat_ && (f.channels == 1 || f.stride == 1) && f.channels <= (int64_t(1) << 30);
+      const bool sums = kSums<Op> && f.exact && flat_ && (f.channels == 1 || f.stride == 1) && f.channels <= (int64_t(1) << 30);
       if (sums && (!fused || (f.channels == main_.channels && f.inner == main_.inner))) {
         main_ = f;
         fused = true;
@@ -251,10 +252,24 @@ class Launcher {
         plan_[k] = Plan::apart;
       }
     }
+    if (fused && !knows_operands())
+      for (int k = 0; k < O; ++k)
+        if (plan_[k] == Plan::fused) plan_[k] = Plan::apart;
     if (main_.channels == 1) {  // one sum over everything: one row
       main_.inner = request_.numel;
       main_.outer = 1;
     }
+  }
+  // Whether the first operands lie along the axis of the sums, where the kernels that sum are compiled for that: in columns
+  // as whole vectors.
+  bool knows_operands() const {
+    for (int k = 0; k < kAlong<Op>; ++k) {
+      const OperandArg<C>& o = args_.operand[k];
+      if (!o.is_along_axis() || o.inner != main_.inner || o.channels != main_.channels) return false;
+      const bool whole = o.access == Access::dense && o.channels % kElements == 0 && o.dtype == request_.dtype;
+      if (main_.inner == 1 && !whole) return false;
+    }
+    return true;
   }
   bool any(Plan plan) const { return std::find(std::begin(plan_), std::end(plan_), plan) != std::end(plan_); }
 
@@ -352,7 +367,7 @@ class Launcher {
     rows.outer = f.outer;
     rows.channels = f.channels;
     rows.inner = f.inner;
-    const int64_t elements = elements_per_block(tuning::row_blocks<Op>(size_of(request_.dtype)));
+    const int64_t elements = elements_per_block(tuning::row_blocks(size_of(request_.dtype)));
     rows.pieces = divide_up(f.inner, elements + elements / 2);
     rows.length = divide_up(divide_up(f.inner, rows.pieces), int64_t(lanes_)) * lanes_;
     rows.pieces = divide_up(f.inner, rows.length);
