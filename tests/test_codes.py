@@ -6,8 +6,10 @@ so these are larger than those of other tests.
 
 import itertools
 import random
+import re
 import time
 
+import cases
 import pytest
 import torch
 import torch.nn.functional as F
@@ -489,3 +491,19 @@ def test_explain_tells_what_is_saved(capsys):
     assert "saves nothing" in str(fused_act.explain(lambda x, b: (x + b) * 2.0))
     report = str(fused_act.explain(lambda x: torch.relu(x) * torch.sigmoid(torch.relu(x))))
     assert "training saves input_0)" in report, report
+
+
+STEP_FILE = cases.ROOT / "src" / "kernels" / "steps.h"
+
+
+@pytest.mark.skipif(not STEP_FILE.exists(), reason="the tests do not lie in a source tree")
+def test_steps_of_few_slopes_say_so():
+    """Of the activations that have kernels for their forms: few_slopes says which of these are for codes."""
+    structs = re.split(r"^struct ", STEP_FILE.read_text(), flags=re.MULTILINE)[1:]
+    common = {struct.split()[0]: "few_slopes = true" in struct for struct in structs if "common = true" in struct}
+    assert len(common) >= 10 and sum(common.values()) >= 3
+    x = example(SHAPE, torch.float32, "cpu").requires_grad_()
+    for step, few in common.items():
+        name = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", step).lower()
+        _, kept = saved_by(lambda: getattr(torch.ops.fused_act, name)(x))
+        assert [t.dtype for t in kept] == [torch.int32 if few else torch.float32], step

@@ -628,3 +628,23 @@ def test_a_form_has_its_kernels(form, act, layout, dtype):
     names = [e.name for e in profile.events() if re.search("fused_act::\\w+_kernel", e.name)]
     names = [name for name in names if "finish_kernel" not in name]
     assert len(names) == 2 and "Exact" in names[0] and re.search("Exact|Decoder", names[1]), names
+
+
+@pytest.mark.slow
+def test_a_form_of_more_than_2_31_elements():
+    """Its kernels have indices of 32 bits: others take over, forward and backward, the bias's sum included."""
+    channels = 64
+    rows = 2**31 // channels + 10
+    if torch.cuda.mem_get_info()[0] < 24 * 2**30:
+        pytest.skip("needs 24 GiB of free memory")
+    row = torch.randn(1, channels, device="cuda", dtype=torch.bfloat16)
+    bias = torch.randn(channels, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    results = []
+    for n in (1, rows):
+        x = row.repeat(n, 1).requires_grad_()
+        y = torch.ops.fused_act.bias_act(x, bias, "silu")
+        results.append([y[-3:].detach(), *torch.autograd.grad(y, [x, bias], torch.ones_like(row).expand(n, channels))])
+    (y, grad, of_bias), (many, grads, of_biases) = results
+    assert many.numel() == 3 * channels and torch.equal(many, y.expand(3, -1))
+    assert grads.numel() > 2**31 and torch.equal(grads[-3:], grad.expand(3, -1))
+    torch.testing.assert_close(of_biases.double(), of_bias.double() * rows, rtol=1e-2, atol=0)

@@ -37,15 +37,6 @@ struct Gated {
   }
 };
 
-template <class First, class Second>
-constexpr int gate_of(Gated<First, Second>*) {
-  return Gated<First, Second>::kGate;
-}
-template <class... Steps>
-constexpr int gate_of(Chain<Steps...>*) {
-  return 0;
-}
-
 // Reads a Program from the front, for a chain that it may be.
 struct Reader {
   const Instruction *next, *end;
@@ -97,9 +88,7 @@ constexpr bool kTellsByCode<Chain<Steps...>> = ((Steps::few_slopes || Steps::uni
 template <class Form, Beside beside, int along = 1>
 struct Exact : Form {
   static constexpr bool kDynamic = false, kFramed = false, kPairs = beside == Beside::pairs;
-  static constexpr int kAlong = beside == Beside::axis ? along : 0;
   static constexpr bool kCoded = kTellsByCode<Form>;
-  static constexpr int kGate = gate_of(static_cast<Form*>(nullptr));
   uint8_t operand[kMaxOperands], scalar[kMaxScalars];
 
   int operand_from(int k) const { return operand[k]; }
@@ -132,7 +121,7 @@ constexpr bool kSums<Exact<Form, beside, along>> = beside == Beside::axis;
 template <class Op>
 constexpr int kAlong = 0;
 template <class Form, Beside beside, int along>
-constexpr int kAlong<Exact<Form, beside, along>> = Exact<Form, beside, along>::kAlong;
+constexpr int kAlong<Exact<Form, beside, along>> = kSums<Exact<Form, beside, along>> ? along : 0;
 
 // The forms of an activation A, if it is common, and if it is not.
 template <class A>

@@ -36,11 +36,14 @@ struct Frame {
   }
   static constexpr int kLarge = 2;  // the operand that is mostly as large as x
   static constexpr uint32_t kLargePlaces = 1u << addend | 1u << gate | 1u << product | 1u << sum;
-  FUSED_ACT_FN static constexpr int scalar_of(Place place) {
+  FUSED_ACT_FN static constexpr Place place_of(int scalar) {  // from 2 on: the activation's are 0 and 1
     constexpr Place others[] = {factor, divisor, offset, cap, gain, shift, limit, gate_limit};
-    for (int n = 0; n < kScalars - 2; ++n)
-      if (others[n] == place) return 2 + n;
-    return 0;  // the activation's are 0 and 1
+    return others[scalar - 2];
+  }
+  FUSED_ACT_FN static constexpr int scalar_of(Place place) {
+    for (int n = 2; n < kScalars; ++n)
+      if (place_of(n) == place) return n;
+    return 0;
   }
   static constexpr int kScalars = 10;
   FUSED_ACT_FN bool has(Place place) const { return present >> place & 1; }
@@ -56,12 +59,9 @@ struct Framed {
   // Which of the Program's operands and scalars those of the kernel are; -1: none.
   int operand_from(int k) const { return frame.operand[k] == Frame::kNone ? -1 : frame.operand[k]; }
   int scalar_from(int s) const {
-    for (int n = 0; n < Frame::places; ++n) {
-      const auto place = static_cast<Frame::Place>(n);
-      if (frame.has(place) && Frame::scalar_of(place) == s && (s || place == Frame::activation)) return frame.scalar[n];
-    }
-    const int second = frame.scalar[Frame::activation] + 1;
-    return s == 1 && second < kMaxScalars ? second : -1;
+    const Frame::Place place = s < 2 ? Frame::activation : Frame::place_of(s);
+    const int from = frame.scalar[place] + (s == 1);
+    return frame.has(place) && from < kMaxScalars ? from : -1;
   }
 
   template <class N, class Source, class Memory>

@@ -9,22 +9,13 @@ namespace fused_act {
 template <class Line, int bytes>
 const char* launch(const Request& r, const Geometry& geometry, const Cuda& cuda) {
   using Op = typename Line::Compiled;
-  if constexpr (!Op::kDynamic) {
-    if (r.mode == Mode::forward) {
-      Launcher<Op, bytes, Mode::forward> launcher(Op{}, r, geometry, cuda);
-      if (launcher.fits()) return message(launcher.run());
-    } else if (r.mode == Mode::backward) {
-      Launcher<Op, bytes, Mode::backward> launcher(Op{}, r, geometry, cuda);
-      if (launcher.fits()) return message(launcher.run());
-    }
-    if constexpr (!Op::kHeavy) {
-      if (r.mode == Mode::coded) {
-        Launcher<Op, bytes, Mode::coded> launcher(Op{}, r, geometry, cuda);
-        if (launcher.fits()) return message(launcher.run());
-      }
-    }
-  }
   const char* error = nullptr;
+  if constexpr (!Op::kDynamic) {
+    if (r.mode == Mode::forward && launch_if_fits<bytes, Mode::forward>(Op{}, r, geometry, cuda, &error)) return error;
+    if (r.mode == Mode::backward && launch_if_fits<bytes, Mode::backward>(Op{}, r, geometry, cuda, &error)) return error;
+    if constexpr (!Op::kHeavy)
+      if (r.mode == Mode::coded && launch_if_fits<bytes, Mode::coded>(Op{}, r, geometry, cuda, &error)) return error;
+  }
   if (launch_first<bytes>(typename FormOfHalves<Line>::Found{}, r, geometry, cuda, &error)) return error;
   if (bytes == 2 ? run_cuda_framed_16(r, geometry, cuda, &error) : run_cuda_framed_32(r, geometry, cuda, &error))
     return error;

@@ -23,6 +23,7 @@ bool launch_framed(const Frame& frame, const Request& r, const Geometry& geometr
   return launch(std::false_type()) || launch(std::true_type());
 }
 
+// Whether the request was one for the kernels of a form or a frame; `error` is then what came of it.
 template <int bytes>
 bool run_framed(const Request& r, const Geometry& geometry, const Cuda& cuda, const char** error) {
 #define FUSED_ACT_ENTRY(STEP) &launch_framed<STEP, bytes>,

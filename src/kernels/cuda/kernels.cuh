@@ -493,7 +493,7 @@ using NumberOf = Lanes<Compute<G::kBytes>, G::kLanes, mode == Mode::forward && G
 template <class Op>
 FUSED_ACT_FN constexpr bool loads_early(int k) {
   if constexpr (Op::kFramed) return k == Frame::kLarge;
-  if constexpr (kExact<Op>) return Op::kOperands < 3 || k == Op::kGate;
+  if constexpr (kExact<Op> && Op::kOperands > 2) return k == Op::kGate;
   return true;
 }
 
