@@ -87,8 +87,6 @@ void add_to(C* sums, const Geometry& geometry, const int64_t* strides, int64_t b
       for (; j < run; ++j) total += src[j];
       for (C lane : sum) total += lane;
       sums[offset] += total;
-    } else if (stride == 1) {
-      for (int64_t j = 0; j < run; ++j) sums[offset + j] += src[j];
     } else {
       for (int64_t j = 0; j < run; ++j) sums[offset + j * stride] += src[j];
     }
