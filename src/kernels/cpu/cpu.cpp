@@ -5,12 +5,14 @@
 //
 // The outputs are walked in blocks that stay in the L1 cache. An input that is dense and already of the compute type
 // is read in place; any other is first gathered and converted into a buffer of its block. So one vector loop serves
-// every dtype and every stride pattern, and the tail of a block goes through the same code as the rest of it.
+// every dtype and every stride pattern.
 #include <ATen/cpu/vec/functional.h>
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
 
+#include <cstring>
 #include <tuple>
+#include <type_traits>
 
 #include "../operators.h"
 #include "cpu.h"
@@ -20,77 +22,97 @@ namespace fused_act {
 
 namespace {
 
-// Walks the linear indices [begin, begin + count) of the iteration space: calls f(offset, stride, length) for each run
-// of them along the innermost dimension, with the tensor's offset of its first element.
-template <class F>
-void for_each_run(const Geometry& geometry, const int64_t* strides, int64_t begin, int64_t count, F f) {
-  const int inner = geometry.ndim - 1;
-  if (inner < 0) return f(int64_t(0), int64_t(0), count);
-  int64_t index[kMaxDims], rest = begin, offset = 0;
-  for (int d = inner; d >= 0; --d) {
-    index[d] = rest % geometry.sizes[d];
-    rest /= geometry.sizes[d];
-    offset += index[d] * strides[d];
-  }
-  while (true) {
-    const int64_t run = std::min(count, geometry.sizes[inner] - index[inner]);
-    f(offset, strides[inner], run);
-    count -= run;
-    if (count == 0) return;
-    offset += run * strides[inner];
-    index[inner] += run;
-    for (int d = inner; index[d] == geometry.sizes[d] && d > 0; --d) {
-      offset += strides[d - 1] - index[d] * strides[d];
-      index[d] = 0;
-      ++index[d - 1];
+// A walk along the elements of a tensor, in the order of the outputs' memory.
+class Walk {
+ public:
+  void start(const Geometry& geometry, int row, int64_t begin) {
+    sizes_ = geometry.sizes;
+    strides_ = geometry.strides[row];
+    inner_ = geometry.ndim - 1;
+    offset_ = 0;
+    for (int d = inner_; d >= 0; --d) {
+      index_[d] = begin % sizes_[d];
+      begin /= sizes_[d];
+      offset_ += index_[d] * strides_[d];
     }
   }
-}
-
-// dst[0, count) = src at the linear indices [begin, begin + count), converted.
-template <class T, class C>
-void gather(const T* src, const Geometry& geometry, const int64_t* strides, int64_t begin, int64_t count, C* dst) {
-  for_each_run(geometry, strides, begin, count, [&](int64_t offset, int64_t stride, int64_t run) {
-    const T* from = src + offset;
-    if (stride == 1) {
-      at::vec::convert(from, dst, run);
-    } else if (stride == 0) {
-      std::fill(dst, dst + run, static_cast<C>(*from));
-    } else {
-      for (int64_t j = 0; j < run; ++j) dst[j] = static_cast<C>(from[j * stride]);
+  // Whether the next `count` elements are one, that at `offset`.
+  bool stays(int64_t count, int64_t& offset) const {
+    offset = offset_;
+    return inner_ < 0 || (strides_[inner_] == 0 && index_[inner_] + count <= sizes_[inner_]);
+  }
+  // Calls f(offset, stride, length) for each run of the next `count` elements along the innermost dimension, with the
+  // tensor's offset of its first element.
+  template <class F>
+  void next(int64_t count, F f) {
+    if (inner_ < 0) return f(int64_t(0), int64_t(0), count);
+    const int64_t stride = strides_[inner_], size = sizes_[inner_];
+    while (count > 0) {
+      const int64_t run = std::min(count, size - index_[inner_]);
+      f(offset_, stride, run);
+      count -= run;
+      offset_ += run * stride;
+      index_[inner_] += run;
+      for (int d = inner_; index_[d] == sizes_[d] && d > 0; --d) {
+        offset_ += strides_[d - 1] - index_[d] * strides_[d];
+        index_[d] = 0;
+        ++index_[d - 1];
+      }
     }
-    dst += run;
-  });
-}
+  }
 
-// The reverse: a block goes to the elements of a tensor.
+ private:
+  const int64_t *sizes_, *strides_;
+  int inner_;
+  int64_t index_[kMaxDims], offset_;
+};
+
+template <class T>
+constexpr bool kSixteenBits = std::is_same_v<T, c10::Half> || std::is_same_v<T, c10::BFloat16>;
+
+// to[0, count) = from[0, count), converted.
 template <class T, class C>
-void scatter(T* dst, const Geometry& geometry, const int64_t* strides, int64_t begin, int64_t count, const C* src) {
-  for_each_run(geometry, strides, begin, count, [&](int64_t offset, int64_t stride, int64_t run) {
-    for (int64_t j = 0; j < run; ++j) dst[offset + j * stride] = static_cast<T>(src[j]);
-    src += run;
-  });
+void convert(const T* from, C* to, int64_t count) {
+  int64_t j = 0;
+  if constexpr (kSixteenBits<T> && std::is_same_v<C, float>) {
+    using Vec = at::vec::Vectorized<T>;
+    for (; j + Vec::size() <= count; j += Vec::size()) {
+      const auto [low, high] = at::vec::convert_to_float<T>(Vec::loadu(from + j));
+      low.store(to + j);
+      high.store(to + j + Vec::size() / 2);
+    }
+  } else if constexpr (kSixteenBits<C> && std::is_same_v<T, float>) {
+    using Vec = at::vec::Vectorized<C>;
+    using Half = at::vec::Vectorized<float>;
+    for (; j + Vec::size() <= count; j += Vec::size())
+      at::vec::convert_from_float<C>(Half::loadu(from + j), Half::loadu(from + j + Half::size())).store(to + j);
+  } else if constexpr (std::is_same_v<T, C>) {
+    // Not std::copy: for so many bytes that takes an instruction of the CPU that is slower than a loop.
+    using Vec = at::vec::Vectorized<C>;
+    for (; j + Vec::size() <= count; j += Vec::size()) Vec::loadu(from + j).store(to + j);
+  }
+  for (; j < count; ++j) to[j] = static_cast<C>(from[j]);
 }
 
 // A block is added to sums that many elements may share, in a fixed order.
 template <class C>
-void add_to(C* sums, const Geometry& geometry, const int64_t* strides, int64_t begin, int64_t count, const C* src) {
+void add_to(C* sums, Walk& walk, int64_t count, const C* from) {
   using Vec = at::vec::Vectorized<C>;
-  for_each_run(geometry, strides, begin, count, [&](int64_t offset, int64_t stride, int64_t run) {
+  walk.next(count, [&](int64_t offset, int64_t stride, int64_t run) {
     if (stride == 0) {  // a run for one sum: lanes first, then one sum of the lanes
       Vec lanes(C(0));
       int64_t j = 0;
-      for (; j + Vec::size() <= run; j += Vec::size()) lanes = lanes + Vec::loadu(src + j);
+      for (; j + Vec::size() <= run; j += Vec::size()) lanes = lanes + Vec::loadu(from + j);
       C sum[Vec::size()];
       lanes.store(sum);
       C total = C(0);
-      for (; j < run; ++j) total += src[j];
+      for (; j < run; ++j) total += from[j];
       for (C lane : sum) total += lane;
       sums[offset] += total;
     } else {
-      for (int64_t j = 0; j < run; ++j) sums[offset + j * stride] += src[j];
+      for (int64_t j = 0; j < run; ++j) sums[offset + j * stride] += from[j];
     }
-    src += run;
+    from += run;
   });
 }
 
@@ -113,69 +135,148 @@ constexpr Dtype kDtype = std::is_same_v<C, float> ? Dtype::f32 : Dtype::f64;
 
 // Asks for a block ahead of its use: in a loop of blocks the CPU does not see the next one coming. (Beyond the end of a
 // tensor, too, which does nothing.)
-template <int write, class C>
-void fetch_ahead(const C* p) {
-  for (int64_t j = 0; j < kBlock; j += 64 / int64_t(sizeof(C))) __builtin_prefetch(p + j, write);
+template <int write, class T>
+void fetch_ahead(const T* p) {
+  for (int64_t j = 0; j < kBlock; j += 64 / int64_t(sizeof(T))) __builtin_prefetch(p + j, write);
 }
 
-// One tensor as the vector loop sees it: a run of the compute type for the current block.
+// Elements of a block, or the one value that all of them are.
 template <class C>
-struct Input {
-  const void* data = nullptr;
-  Dtype dtype = kDtype<C>;
-  const int64_t* strides = nullptr;
-  bool direct = false;
-  alignas(64) C buffer[kBlock];
-
-  void open(const void* p, Dtype type, const Geometry& geometry, int row, C value = C(0)) {
-    data = p;
-    dtype = type;
-    strides = geometry.strides[row];
-    direct = p && type == kDtype<C> && geometry.flat(row);
-    if (!p) std::fill(buffer, buffer + kBlock, value);
-  }
-  const C* block(const Geometry& geometry, int64_t begin, int64_t count) {
-    if (!data) return buffer;
-    if (direct) {
-      const C* from = static_cast<const C*>(data) + begin;
-      fetch_ahead<0>(from + count);
-      return from;
-    }
-    with_type(dtype, [&](auto* type) {
-      gather(static_cast<decltype(type)>(const_cast<void*>(data)), geometry, strides, begin, count, buffer);
-    });
-    return buffer;
-  }
+struct Block {
+  const C* data;
+  bool uniform;
 };
 
-// A result of the shape of x.
+// One tensor as the vector loop sees it: a run of the compute type for the current block. (Not inlined, as what follows: once in a
+// block that costs nothing, and 150 copies of it took a third of the compiler's time.)
 template <class C>
-struct Output {
-  void* data = nullptr;
-  Dtype dtype = kDtype<C>;
-  const int64_t* strides = nullptr;
-  bool flat = false;
-  alignas(64) C buffer[kBlock];
+class Input {
+ public:
+  __attribute__((noinline)) void open(const void* p, Dtype type, const Geometry& geometry, int row, int64_t begin,
+                                      C value = C(0)) {
+    data_ = p;
+    dtype_ = type;
+    if (!p) {
+      is_ = value;
+      return;
+    }
+    flat_ = geometry.flat(row);
+    position_ = begin;
+    if (!flat_) walk_.start(geometry, row, begin);
+  }
+  // The next `count` elements. Where they are one value and `spread`, that is written out.
+  template <bool spread>
+  __attribute__((noinline)) Block<C> next(int64_t count) {
+    if (!data_) return repeat<spread>(is_);
+    Block<C> block{buffer_, false};
+    with_type(dtype_, [&](auto* type) {
+      using T = std::decay_t<decltype(*type)>;
+      const T* from = static_cast<const T*>(data_);
+      if (flat_) {
+        from += position_;
+        position_ += count;
+        fetch_ahead<0>(from + count);
+        if constexpr (std::is_same_v<T, C>) {
+          block.data = from;
+        } else {
+          convert(from, buffer_, count);
+        }
+        return;
+      }
+      int64_t offset;
+      if (walk_.stays(count, offset)) {
+        walk_.next(count, [](int64_t, int64_t, int64_t) {});
+        block = repeat<spread>(static_cast<C>(from[offset]));
+        return;
+      }
+      repeated_ = false;
+      C* to = buffer_;
+      walk_.next(count, [&](int64_t offset, int64_t stride, int64_t run) {
+        if (stride == 1) {
+          convert(from + offset, to, run);
+        } else if (stride == 0) {
+          std::fill(to, to + run, static_cast<C>(from[offset]));
+        } else {
+          for (int64_t j = 0; j < run; ++j) to[j] = static_cast<C>(from[offset + j * stride]);
+        }
+        to += run;
+      });
+    });
+    return block;
+  }
 
-  void open(void* p, Dtype type, const Geometry& geometry, int row) {
-    data = p;
-    dtype = type;
-    strides = geometry.strides[row];
-    flat = p && geometry.flat(row);
+ private:
+  template <bool spread>
+  Block<C> repeat(C value) {
+    if constexpr (spread) {
+      if (!repeated_ || std::memcmp(&value, buffer_, sizeof(C)) != 0) std::fill(buffer_, buffer_ + kBlock, value);
+      repeated_ = true;
+      return {buffer_, false};
+    } else {
+      is_ = value;
+      return {&is_, true};
+    }
   }
-  C* block(int64_t begin) {
-    if (!flat || dtype != kDtype<C>) return buffer;
-    C* to = static_cast<C*>(data) + begin;
-    fetch_ahead<1>(to);
-    return to;
+
+  const void* data_ = nullptr;
+  Dtype dtype_ = kDtype<C>;
+  bool flat_ = false, repeated_ = false;
+  int64_t position_ = 0;
+  Walk walk_;
+  C is_ = C(0);
+  alignas(64) C buffer_[kBlock];
+};
+
+// A result, or sums of it.
+template <class C>
+class Output {
+ public:
+  __attribute__((noinline)) void open(void* p, Dtype type, const Geometry& geometry, int row, int64_t begin,
+                                      void* sums = nullptr) {
+    data_ = p;
+    dtype_ = type;
+    sums_ = static_cast<C*>(sums);
+    flat_ = p && !sums && geometry.flat(row);
+    position_ = begin;
+    if ((p || sums) && !flat_) walk_.start(geometry, row, begin);
   }
-  void close(const Geometry& geometry, int64_t begin, int64_t count) {
-    if (!data || (flat && dtype == kDtype<C>)) return;
-    with_type(dtype, [&](auto* type) {
-      auto* to = static_cast<decltype(type)>(data);
-      flat ? at::vec::convert(buffer, to + begin, count) : scatter(to, geometry, strides, begin, count, buffer);
+  bool wanted() const { return data_ || sums_; }
+  // Where the next elements are to be written.
+  __attribute__((noinline)) C* next() {
+    if (flat_) with_type(dtype_, [&](auto* type) { fetch_ahead<1>(static_cast<decltype(type)>(data_) + position_); });
+    return flat_ && dtype_ == kDtype<C> ? static_cast<C*>(data_) + position_ : buffer_;
+  }
+  // Takes the `count` elements, which are there or elsewhere.
+  __attribute__((noinline)) void close(const C* from, int64_t count) {
+    if (sums_) return add_to(sums_, walk_, count, from);
+    if (!data_) return;
+    with_type(dtype_, [&](auto* type) {
+      auto* to = static_cast<decltype(type)>(data_);
+      if (flat_) {
+        to += position_;
+        position_ += count;
+        if (static_cast<const void*>(from) != to) convert(from, to, count);
+        return;
+      }
+      walk_.next(count, [&](int64_t offset, int64_t stride, int64_t run) {
+        if (stride == 1) {
+          convert(from, to + offset, run);
+        } else {
+          for (int64_t j = 0; j < run; ++j) to[offset + j * stride] = static_cast<std::decay_t<decltype(*to)>>(from[j]);
+        }
+        from += run;
+      });
     });
   }
+
+ private:
+  void* data_ = nullptr;
+  Dtype dtype_ = kDtype<C>;
+  C* sums_ = nullptr;
+  bool flat_ = false;
+  int64_t position_ = 0;
+  Walk walk_;
+  alignas(64) C buffer_[kBlock];
 };
 
 // Numbers that a mode is evaluated on: how many elements they are, and how those get in and out of memory.
@@ -183,8 +284,9 @@ template <class C>
 struct Registers {
   using N = at::vec::Vectorized<C>;
   static constexpr int64_t kLanes = N::size();
-  static N load(const C* p) { return N::loadu(p); }
-  static N load(const C* p, int count) { return N::loadu(p, count); }
+  static constexpr bool kRows = false;
+  static N load(const Block<C>& block, int64_t j) { return N::loadu(block.data + j); }
+  static N load(const Block<C>& block, int64_t j, int count) { return N::loadu(block.data + j, count); }
   static void store(const N& n, C* p) { n.store(p); }
   static void store(const N& n, C* p, int count) { n.store(p, count); }
   struct Memory {
@@ -198,34 +300,34 @@ template <class C>
 struct Elements {
   using N = C;
   static constexpr int64_t kLanes = 1;
-  static N load(const C* p) { return *p; }
-  static N load(const C* p, int) { return *p; }
-  static void store(N n, C* p) { *p = n; }
-  static void store(N n, C* p, int) { *p = n; }
+  static constexpr bool kRows = false;
+  static N load(const Block<C>& block, int64_t j, int = 1) { return block.data[j]; }
+  static void store(N n, C* p, int = 1) { *p = n; }
   using Memory = typename Registers<C>::Memory;
 };
-// Of a block, whose rest is filled up to a whole register.
+// Of a block, whose rest is filled up.
 template <class C>
 struct Rows {
   using N = Row<C>;
   static constexpr int64_t kLanes = kBlock;
-  static N load(const C* p) { return N::view(p); }
-  static N load(const C* p, int count) {
-    if (count == row_lanes) return N::view(p);
+  static constexpr bool kRows = true;
+  static N load(const Block<C>& block, int64_t) {
+    return block.uniform ? N::of(*block.data) : N::view(RowPool<C>::of_thread(), block.data);
+  }
+  static N load(const Block<C>& block, int64_t j, int count) {
+    auto& pool = RowPool<C>::of_thread();
+    if (block.uniform || count == pool.lanes) return load(block, j);
     C* out;
-    N n = N::fresh(out);
-    std::copy(p, p + count, out);
-    std::fill(out + count, out + row_lanes, C(0));
+    N n = N::fresh(pool, out);
+    convert(block.data, out, count);
+    std::fill(out + count, out + pool.lanes, C(0));
     return n;
   }
-  static void store(const N& n, C* p) { store(n, p, kBlock); }
-  static void store(const N& n, C* p, int count) {
-    if (n.is_uniform()) return std::fill(p, p + count, n.value());
-    // Not std::copy: for so many bytes that takes an instruction of the CPU that is slower than a loop.
-    using Vec = at::vec::Vectorized<C>;
-    int j = 0;
-    for (; j + Vec::size() <= count; j += Vec::size()) Vec::loadu(n.data() + j).store(p + j);
-    for (; j < count; ++j) p[j] = n.data()[j];
+  // Where the elements are: `p` if they were one value.
+  static const C* place(const N& n, C* p, int64_t count) {
+    if (!n.is_uniform()) return n.data();
+    std::fill(p, p + count, n.value());
+    return p;
   }
   class Memory {
    public:
@@ -241,89 +343,112 @@ struct Rows {
 template <class Op, Mode mode, class C>
 using Numbers = std::conditional_t<has_direction(mode), Elements<C>, std::conditional_t<Op::kDynamic, Rows<C>, Registers<C>>>;
 
-// What a chain asks for at element j of the block.
-template <class N, class C, class Memory, class Load, class Store>
-struct BlockIo {
-  const Memory& kept;
-  const C* codes;
-  const C* const* operands;
-  const C* const* directions;
-  C* const* gradients;
-  const bool* present;
-  const int64_t j;
-  const Load& load;
-  const Store& store;
+// ---- codes ------------------------------------------------------------------------------------------------------
 
-  N operand(int k) const { return load(operands[k] + j); }
-  N direction(int k) const { return load(directions[k] + j); }
-  bool moves(int k) const { return present[k]; }
-  void gradient(int k, const N& value) { store(value, gradients[k] + j); }
-  CodeBits<N> code() const {
-    using A = Arithmetic<N>;
-    const N c = load(codes + j);
-    const auto is = [&](int n) { return A::equal(c, constant<N>(C(n))); };
-    return {A::either(is(1), is(3)), A::either(is(2), is(3))};
+// Bit j: whether lane j of both is the same. And the reverse: lanes whose bits are all set where bit j is.
+#if defined(CPU_CAPABILITY_AVX512)
+uint32_t equal_bits(at::vec::Vectorized<float> a, at::vec::Vectorized<float> b) {
+  return _mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ);
+}
+at::vec::Vectorized<float> lanes_of(uint32_t bits) {
+  return _mm512_castsi512_ps(_mm512_movm_epi32(static_cast<__mmask16>(bits)));
+}
+#elif defined(CPU_CAPABILITY_AVX2)
+uint32_t equal_bits(at::vec::Vectorized<float> a, at::vec::Vectorized<float> b) {
+  return _mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_EQ_OQ));
+}
+at::vec::Vectorized<float> lanes_of(uint32_t bits) {
+  const __m256i lane = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+  return _mm256_castsi256_ps(_mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32(bits), lane), lane));
+}
+#else
+uint32_t equal_bits(const at::vec::Vectorized<float>& a, const at::vec::Vectorized<float>& b) {
+  constexpr int n = at::vec::Vectorized<float>::size();
+  float one[n], other[n];
+  a.store(one);
+  b.store(other);
+  uint32_t bits = 0;
+  for (int j = 0; j < n; ++j) bits |= uint32_t(one[j] == other[j]) << j;
+  return bits;
+}
+at::vec::Vectorized<float> lanes_of(uint32_t bits) {
+  constexpr int n = at::vec::Vectorized<float>::size();
+  uint32_t lane[n];
+  for (int j = 0; j < n; ++j) lane[j] = -(bits >> j & 1);
+  return at::vec::Vectorized<float>::loadu(lane);
+}
+#endif
+
+// The codes of a block, which begins with a word.
+class CodeWriter {
+ public:
+  using Vec = at::vec::Vectorized<float>;
+  explicit CodeWriter(const Request& r) : r_(r), two_(r.table.bits() == 2) {
+    for (int c = 0; c < kMaxCodes; ++c) key_[c] = Vec(static_cast<float>(r.table.key[c]));
   }
+  // The codes of a register's elements, from j on in the block, told by f_x.
+  void write(int64_t j, const Vec& slope) {
+    uint32_t low = equal_bits(slope, key_[1]), high = 0;
+    if (two_) {
+      const uint32_t third = equal_bits(slope, key_[3]);
+      low |= third;
+      high = equal_bits(slope, key_[2]) | third;
+    }
+    low_[j / kCodeWord] |= low << (j % kCodeWord);
+    high_[j / kCodeWord] |= high << (j % kCodeWord);
+  }
+  // Beyond the last element they are 0.
+  __attribute__((noinline)) void close(int64_t begin, int64_t count) {
+    const int64_t planes = 1 + two_, words = code_words(r_.numel), first = begin / kCodeWord;
+    const int64_t written = (count + kCodeWord - 1) / kCodeWord;
+    const uint32_t valid = count % kCodeWord ? (1u << count % kCodeWord) - 1 : ~0u;
+    for (int64_t plane = 0; plane < planes; ++plane) {
+      uint32_t *from = plane ? high_ : low_, *to = r_.codes + plane * words + first;
+      from[written - 1] &= valid;
+      std::copy(from, from + written, to);
+      std::fill(from, from + kBlock / kCodeWord, 0);
+      if (begin + count == r_.numel) std::fill(to + written, to + words - first, 0);
+    }
+  }
+
+ private:
+  const Request& r_;
+  const bool two_;
+  Vec key_[kMaxCodes];
+  uint32_t low_[kBlock / kCodeWord] = {}, high_[kBlock / kCodeWord] = {};
+};
+
+// Those of the elements of N from element i on, none of which is in another word.
+template <class N, bool two>
+CodeBits<N> read_codes(const Request& r, int64_t i) {
+  const uint32_t* word = r.codes + i / kCodeWord;
+  const uint32_t low = *word >> (i % kCodeWord), high = two ? word[code_words(r.numel)] >> (i % kCodeWord) : 0;
+  if constexpr (std::is_same_v<N, float>) {
+    return {(low & 1) != 0, (high & 1) != 0};
+  } else {
+    return {lanes_of(low), two ? lanes_of(high) : N(0)};
+  }
+}
+
+// What a chain asks for at element j of the block.
+template <class N, class Op, class Memory, class Load, class Gradient>
+struct BlockIo {
+  const Request& request;
+  const Memory& kept;
+  const int64_t element;
+  const Load& load;  // of operand k, and of its direction
+  const Gradient& take;
+
+  N operand(int k) const { return load(k, std::false_type()); }
+  N direction(int k) const { return load(k, std::true_type()); }
+  bool moves(int k) const { return request.v_present[k]; }
+  void gradient(int k, const N& value) { take(k, value); }
+  CodeBits<N> code() const { return read_codes<N, Op::kTwo>(request, element); }
   template <class M>
   auto memory() const {
     return kept.template memory<M>();
   }
 };
-
-// ---- codes ------------------------------------------------------------------------------------------------------
-
-// Bit j: whether lane j of a is what lane j of b is.
-#if defined(CPU_CAPABILITY_AVX512)
-uint32_t equal_bits(const float* a, at::vec::Vectorized<float> b) {
-  return _mm512_cmp_ps_mask(at::vec::Vectorized<float>::loadu(a), b, _CMP_EQ_OQ);
-}
-#elif defined(CPU_CAPABILITY_AVX2)
-uint32_t equal_bits(const float* a, at::vec::Vectorized<float> b) {
-  return _mm256_movemask_ps(_mm256_cmp_ps(at::vec::Vectorized<float>::loadu(a), b, _CMP_EQ_OQ));
-}
-#else
-uint32_t equal_bits(const float* a, const at::vec::Vectorized<float>& b) {
-  constexpr int n = at::vec::Vectorized<float>::size();
-  float other[n];
-  b.store(other);
-  uint32_t bits = 0;
-  for (int j = 0; j < n; ++j) bits |= uint32_t(a[j] == other[j]) << j;
-  return bits;
-}
-#endif
-
-// The codes of a block, told by f_x. A block begins with a word. What is beyond the last element is 0.
-void write_codes(const Request& r, int64_t begin, int64_t count, const float* slope) {
-  using Vec = at::vec::Vectorized<float>;
-  const Vec key[] = {Vec(0), Vec(float(r.table.key[1])), Vec(float(r.table.key[2])), Vec(float(r.table.key[3]))};
-  const bool high = r.table.bits() == 2;
-  const int64_t words = code_words(r.numel);
-  for (int64_t w = begin / kCodeWord; w * kCodeWord < begin + count; ++w) {
-    const float* from = slope + (w * kCodeWord - begin);
-    uint32_t bits[kMaxCodes] = {};
-    for (int j = 0; j < kCodeWord; j += int(Vec::size()))
-      for (int c = 1; c < (high ? kMaxCodes : 2); ++c) bits[c] |= equal_bits(from + j, key[c]) << j;
-    const int64_t rest = begin + count - w * kCodeWord;
-    const uint32_t valid = rest < kCodeWord ? (1u << rest) - 1 : ~0u;
-    r.codes[w] = (bits[1] | bits[3]) & valid;
-    if (high) r.codes[words + w] = (bits[2] | bits[3]) & valid;
-  }
-  if (begin + count < r.numel) return;
-  const int64_t written = (r.numel + kCodeWord - 1) / kCodeWord;
-  for (int plane = 0; plane <= int(high); ++plane)
-    std::fill(r.codes + plane * words + written, r.codes + (plane + 1) * words, 0);
-}
-
-// The codes of a block as numbers.
-void read_codes(const Request& r, int64_t begin, int64_t count, float* code) {
-  const bool high = r.table.bits() == 2;
-  const int64_t words = code_words(r.numel);
-  for (int64_t w = begin / kCodeWord; w * kCodeWord < begin + count; ++w) {
-    float* to = code + (w * kCodeWord - begin);
-    const uint32_t low_bits = r.codes[w], high_bits = high ? r.codes[words + w] : 0;
-    for (int j = 0; j < kCodeWord; ++j) to[j] = float(int((low_bits >> j & 1) | (high_bits >> j & 1) << 1));
-  }
-}
 
 template <class Op, Mode mode, class C>
 void run(const Op& op, const Request& r, const Geometry& geometry, const CpuRange& range) {
@@ -331,65 +456,78 @@ void run(const Op& op, const Request& r, const Geometry& geometry, const CpuRang
   using N = typename Number::N;
   constexpr int O = Op::kOperands, kSlots = O > 0 ? O : 1;
   constexpr int64_t kLanes = Number::kLanes;
-  constexpr bool gradients = has_operand_gradients(mode), directions = has_direction(mode);
+  constexpr bool gradients = has_operand_gradients(mode), directions = has_direction(mode), spread = !Number::kRows;
   Input<C> x, g, u, operand[kSlots], v[directions ? kSlots : 1];
   Output<C> full[2], gradient[kSlots];
-  x.open(r.x.data, r.dtype, geometry, kX);
-  if constexpr (gradients) g.open(r.g.data, r.dtype, geometry, kG);
-  if constexpr (directions) u.open(r.u.data, r.dtype, geometry, kU);
-  for (int n = 0; n < full_outputs(mode); ++n) full[n].open(r.out[n].data, r.dtype, geometry, kOut + n);
+  x.open(r.x.data, r.dtype, geometry, kX, range.begin);
+  if constexpr (gradients) g.open(r.g.data, r.dtype, geometry, kG, range.begin);
+  if constexpr (directions) u.open(r.u.data, r.dtype, geometry, kU, range.begin);
+  for (int n = 0; n < full_outputs(mode); ++n) full[n].open(r.out[n].data, r.dtype, geometry, kOut + n, range.begin);
   const int operands = kDecodes<Op> ? O : r.operands;
   for (int k = 0; k < operands; ++k) {
-    operand[k].open(r.operand[k].data, r.operand[k].dtype, geometry, kOperand + k, static_cast<C>(r.operand[k].value));
-    if constexpr (directions) v[k].open(r.v[k].data, r.v[k].dtype, geometry, kV + k, static_cast<C>(r.v[k].value));
-    if (gradients && !range.sums[k]) gradient[k].open(r.operand_gradient[k].data, r.operand_gradient[k].dtype, geometry, kGradient + k);
+    const auto& from = r.operand[k];
+    operand[k].open(from.data, from.dtype, geometry, kOperand + k, range.begin, static_cast<C>(from.value));
+    if constexpr (directions)
+      v[k].open(r.v[k].data, r.v[k].dtype, geometry, kV + k, range.begin, static_cast<C>(r.v[k].value));
+    const auto& to = r.operand_gradient[k];
+    if constexpr (gradients) gradient[k].open(to.data, to.dtype, geometry, kGradient + k, range.begin, range.sums[k]);
   }
   Scalar<C> scalars[Op::kScalars > 0 ? Op::kScalars : 1];
   for (int s = 0; s < Op::kScalars; ++s) scalars[s] = Scalar<C>::of(static_cast<C>(r.scalars[s]));
-  alignas(64) C codes[kDecodes<Op> ? kBlock : 1], slope[mode == Mode::coded ? kBlock : 1];
+  std::conditional_t<mode == Mode::coded, CodeWriter, const Request&> codes(r);
+  constexpr int64_t kRegister = at::vec::Vectorized<C>::size() * (Number::kRows ? kSideBySide : 1);
+  auto& pool = RowPool<C>::of_thread();
 
   typename Number::Memory memory;
   for (int64_t begin = range.begin; begin < range.end; begin += kBlock) {
     const int64_t count = std::min(kBlock, range.end - begin);
-    if constexpr (kDecodes<Op>) read_codes(r, begin, count, codes);
-    const C* px = x.block(geometry, begin, count);
-    const C *pg = nullptr, *pu = nullptr, *po[kSlots] = {}, *pv[kSlots] = {};
+    pool.lanes = (count + kRegister - 1) / kRegister * kRegister;
+    const Block<C> nothing{nullptr, false};
+    const Block<C> px = x.template next<spread>(count);
+    Block<C> pg = nothing, pu = nothing, po[kSlots], pv[kSlots];
     C *pfull[2] = {}, *pgradient[kSlots] = {};
-    if constexpr (gradients) pg = g.block(geometry, begin, count);
-    if constexpr (directions) pu = u.block(geometry, begin, count);
+    if constexpr (gradients) pg = g.template next<spread>(count);
+    if constexpr (directions) pu = u.template next<spread>(count);
     for (int k = 0; k < operands; ++k) {
-      po[k] = operand[k].block(geometry, begin, count);
-      if constexpr (directions) pv[k] = v[k].block(geometry, begin, count);
-      if constexpr (gradients) pgradient[k] = gradient[k].block(begin);
+      po[k] = operand[k].template next<spread>(count);
+      if constexpr (directions) pv[k] = v[k].template next<spread>(count);
+      if constexpr (gradients) pgradient[k] = gradient[k].next();
     }
-    for (int n = 0; n < full_outputs(mode); ++n) pfull[n] = full[n].block(begin);
+    for (int n = 0; n < full_outputs(mode); ++n) pfull[n] = full[n].next();
 
-    constexpr int64_t kRegister = at::vec::Vectorized<C>::size();
-    row_lanes = (count + kRegister - 1) / kRegister * kRegister;
-    const auto step = [&](int64_t j, const auto& load, const auto& store) {
-      BlockIo<N, C, typename Number::Memory, std::decay_t<decltype(load)>, std::decay_t<decltype(store)>> io{
-          memory, codes, po, pv, pgradient, r.v_present, j, load, store};
+    // Of the elements from j on, as many as `rest` says, if it does.
+    const auto step = [&](int64_t j, auto... rest) {
+      const auto load = [&](int k, auto direction) {
+        return Number::load(direction ? pv[k] : po[k], j, rest...);
+      };
+      const auto put = [&](const N& n, Output<C>& to, C* p) {
+        if constexpr (Number::kRows) {
+          if (to.wanted()) to.close(Number::place(n, p, count), count);
+        } else {
+          Number::store(n, p + j, rest...);
+        }
+      };
+      const auto take = [&](int k, const N& value) { put(value, gradient[k], pgradient[k]); };
+      BlockIo<N, Op, typename Number::Memory, decltype(load), decltype(take)> io{r, memory, begin + j, load, take};
       const N zero = constant<N>(C(0));
-      const Outputs<N> out = evaluate<mode>(op, scalars, load(px + j), gradients ? load(pg + j) : zero,
-                                              directions ? load(pu + j) : zero, r.u.data != nullptr, io);
-      for (int n = 0; n < full_outputs(mode); ++n) store(out.full[n], pfull[n] + j);
-      if constexpr (mode == Mode::coded) store(out.full[1], slope + j);
+      const Outputs<N> out = evaluate<mode>(op, scalars, Number::load(px, j, rest...), gradients ? Number::load(pg, j, rest...) : zero,
+                                            directions ? Number::load(pu, j, rest...) : zero, r.u.data != nullptr, io);
+      for (int n = 0; n < full_outputs(mode); ++n) put(out.full[n], full[n], pfull[n]);
+      if constexpr (mode == Mode::coded && Number::kRows) {
+        const RowReader<C> slope(out.full[1]);
+        for_each_register<true>(pool, [&](int64_t i) { codes.write(i, slope[i]); });
+      } else if constexpr (mode == Mode::coded) {
+        codes.write(j, out.full[1]);
+      }
     };
     int64_t j = 0;
-    for (; j + kLanes <= count; j += kLanes)
-      step(j, [](const C* p) { return Number::load(p); }, [](const N& n, C* p) { Number::store(n, p); });
-    if (const int rest = static_cast<int>(count - j))
-      step(j, [rest](const C* p) { return Number::load(p, rest); },
-           [rest](const N& n, C* p) { Number::store(n, p, rest); });
+    for (; j + kLanes <= count; j += kLanes) step(j);
+    if (const int rest = static_cast<int>(count - j)) step(j, rest);
 
-    if constexpr (mode == Mode::coded) write_codes(r, begin, count, slope);
-    for (int n = 0; n < full_outputs(mode); ++n) full[n].close(geometry, begin, count);
-    for (int k = 0; gradients && k < operands; ++k) {
-      if (range.sums[k]) {
-        add_to(static_cast<C*>(range.sums[k]), geometry, geometry.strides[kGradient + k], begin, count, pgradient[k]);
-      } else {
-        gradient[k].close(geometry, begin, count);
-      }
+    if constexpr (mode == Mode::coded) codes.close(begin, count);
+    if constexpr (!Number::kRows) {
+      for (int n = 0; n < full_outputs(mode); ++n) full[n].close(pfull[n], count);
+      for (int k = 0; gradients && k < operands; ++k) gradient[k].close(pgradient[k], count);
     }
   }
 }

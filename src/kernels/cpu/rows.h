@@ -14,48 +14,64 @@ inline namespace CPU_CAPABILITY {
 
 // 13 buffers of float64 at most in the worst case (four operands, second order); three of float32 in most.
 constexpr int64_t kBlock = 512;
+// Registers that a loop of a light step computes side by side: one at a time would wait for the loop's own instructions.
+constexpr int kSideBySide = 4;
 
-// How many of them the thread's rows have now: whole SIMD registers.
-inline thread_local int64_t row_lanes = kBlock;
-
-// Its elements are shared and never changed, and may be those of a tensor. Or all of them are one value.
+// Where a thread's rows are, and how many elements they have now: a multiple of the registers that are side by side.
 template <class C>
-class Row {
+class RowPool {
+ public:
   struct Buffer {
     alignas(64) C lane[kBlock];
     int users;
     Buffer* next;
   };
-  struct Free {
-    Buffer* first = nullptr;
-    ~Free() {
-      while (first) {
-        Buffer* next = first->next;
-        delete first;
-        first = next;
-      }
+
+  int64_t lanes = kBlock;
+
+  static RowPool& of_thread() {
+    thread_local RowPool pool;
+    return pool;
+  }
+  Buffer* take() {
+    Buffer* buffer = free_ ? free_ : new Buffer;
+    if (free_) free_ = free_->next;
+    buffer->users = 1;
+    return buffer;
+  }
+  void give_back(Buffer* buffer) {
+    buffer->next = free_;
+    free_ = buffer;
+  }
+  ~RowPool() {
+    while (free_) {
+      Buffer* next = free_->next;
+      delete free_;
+      free_ = next;
     }
-  };
-  static Free& free_buffers() {
-    thread_local Free list;
-    return list;
   }
 
+ private:
+  Buffer* free_ = nullptr;
+};
+
+// Its elements are shared and never changed, and may be those of a tensor. Or all of them are one value: then there is no pool.
+template <class C>
+class Row {
  public:
-  Row() : uniform_(true) {}
-  Row(const Row& other) : buffer_(other.buffer_), data_(other.data_), value_(other.value_), uniform_(other.uniform_) {
+  using Pool = RowPool<C>;
+
+  Row() = default;
+  Row(const Row& other) : pool_(other.pool_), buffer_(other.buffer_), data_(other.data_), value_(other.value_) {
     if (buffer_) ++buffer_->users;
   }
-  Row(Row&& other) noexcept : Row() { swap(other); }
+  Row(Row&& other) noexcept { swap(other); }
   Row& operator=(Row other) noexcept {
     swap(other);
     return *this;
   }
   ~Row() {
-    if (!buffer_ || --buffer_->users) return;
-    Free& list = free_buffers();
-    buffer_->next = list.first;
-    list.first = buffer_;
+    if (buffer_ && !--buffer_->users) pool_->give_back(buffer_);
   }
 
   static Row of(C value) {
@@ -64,49 +80,74 @@ class Row {
     return r;
   }
   // What p points to stays while the row is used.
-  static Row view(const C* p) {
+  static Row view(Pool& pool, const C* p) {
     Row r;
-    r.uniform_ = false;
+    r.pool_ = &pool;
     r.data_ = p;
     return r;
   }
   // With `out` the place to write the elements to.
-  static Row fresh(C*& out) {
-    Free& list = free_buffers();
+  static Row fresh(Pool& pool, C*& out) {
     Row r;
-    r.uniform_ = false;
-    r.buffer_ = list.first ? list.first : new Buffer;
-    if (list.first) list.first = list.first->next;
-    r.buffer_->users = 1;
+    r.pool_ = &pool;
+    r.buffer_ = pool.take();
     r.data_ = out = r.buffer_->lane;
     return r;
   }
 
-  bool is_uniform() const { return uniform_; }
+  bool is_uniform() const { return !pool_; }
   C value() const { return value_; }
-  // The elements, written out where they are one value.
-  Row spread() const {
-    if (!uniform_) return *this;
-    C* out;
-    Row r = fresh(out);
-    std::fill(out, out + row_lanes, value_);
-    return r;
-  }
   const C* data() const { return data_; }
+  Pool& pool() const { return pool_ ? *pool_ : Pool::of_thread(); }
 
  private:
   void swap(Row& other) {
+    std::swap(pool_, other.pool_);
     std::swap(buffer_, other.buffer_);
     std::swap(data_, other.data_);
     std::swap(value_, other.value_);
-    std::swap(uniform_, other.uniform_);
   }
 
-  Buffer* buffer_ = nullptr;
+  Pool* pool_ = nullptr;
+  typename Pool::Buffer* buffer_ = nullptr;
   const C* data_ = nullptr;
   C value_ = 0;
-  bool uniform_;
 };
+
+// The registers of a row. Those of one value are one register.
+template <class C>
+class RowReader {
+ public:
+  using Vec = at::vec::Vectorized<C>;
+  explicit RowReader(const Row<C>& row) : data_(row.is_uniform() ? same_ : row.data()), mask_(row.is_uniform() ? 0 : -1) {
+    if (row.is_uniform()) Vec(row.value()).store(same_);
+  }
+  RowReader(const RowReader&) = delete;
+  Vec operator[](int64_t j) const { return Vec::loadu(data_ + (j & mask_)); }
+
+ private:
+  alignas(64) C same_[Vec::size()];
+  const C* data_;
+  int64_t mask_;
+};
+
+// f(j) for the first element j of each register.
+template <bool light, class C, class F>
+inline void for_each_register(const RowPool<C>& pool, const F& f) {
+  constexpr int64_t size = at::vec::Vectorized<C>::size();
+  constexpr int side_by_side = light ? kSideBySide : 1;
+  for (int64_t j = 0, lanes = pool.lanes; j < lanes; j += side_by_side * size) {
+#pragma GCC unroll 4
+    for (int n = 0; n < side_by_side; ++n) f(j + n * size);
+  }
+}
+
+template <class C>
+C first_lane(const at::vec::Vectorized<C>& v) {
+  C lane[at::vec::Vectorized<C>::size()];
+  v.store(lane);
+  return lane[0];
+}
 
 }  // namespace CPU_CAPABILITY
 
@@ -138,23 +179,23 @@ struct Arithmetic<Row<C>> {
   }
   static N select(const Mask& m, const N& a, const N& b) {
     if (m.is_uniform()) return m.value() ? a : b;
-    const C* pm = m.data();
-    int64_t j = 0;
-    return each(a, b, [&](const Vec& x, const Vec& y) {
-      const Vec chosen = V::select(Vec::loadu(pm + j), x, y);
-      j += Vec::size();
-      return chosen;
-    });
+    const RowReader<C> x(a), y(b);
+    const C* chosen = m.data();
+    C* out;
+    N r = N::fresh(m.pool(), out);
+    for_each_register<true>(m.pool(), [&](int64_t j) { V::select(Vec::loadu(chosen + j), x[j], y[j]).store(out + j); });
+    return r;
   }
 
  private:
   template <class F>
   static N each(const N& a, const N& b, const F& f) {
-    const N x = a.spread(), y = b.spread();
+    if (a.is_uniform() && b.is_uniform()) return N::of(first_lane(f(Vec(a.value()), Vec(b.value()))));
+    auto& pool = (a.is_uniform() ? b : a).pool();
+    const RowReader<C> x(a), y(b);
     C* out;
-    N r = N::fresh(out);
-    const int64_t lanes = row_lanes;
-    for (int64_t j = 0; j < lanes; j += Vec::size()) f(Vec::loadu(x.data() + j), Vec::loadu(y.data() + j)).store(out + j);
+    N r = N::fresh(pool, out);
+    for_each_register<true>(pool, [&](int64_t j) { f(x[j], y[j]).store(out + j); });
     return r;
   }
 };
@@ -167,37 +208,76 @@ struct Evaluator<Row<C>> {
 
   template <class Step>
   static __attribute__((noinline)) N apply(const N& x, const N& operand, const Scalar<C>* s) {
-    const N px = x.spread(), po = operand.spread();
+    const auto at = [&](const Vec& a, const Vec& b) { return Step::template apply<Vec>(a, &b, s); };
+    if (is_one_value<Step>(x, operand)) return N::of(first_lane(at(Vec(x.value()), Vec(operand.value()))));
+    auto& pool = pool_of<Step>(x, operand);
     C* out;
-    N r = N::fresh(out);
-    const int64_t lanes = row_lanes;
-    for (int64_t j = 0; j < lanes; j += Vec::size()) {
-      const Vec o = Vec::loadu(po.data() + j);
-      Step::template apply<Vec>(Vec::loadu(px.data() + j), &o, s).store(out + j);
-    }
+    N r = N::fresh(pool, out);
+    read<Step>(x, operand, [&](const auto& px, const auto& po) {
+      for_each_register<!Step::heavy>(pool, [&](int64_t j) { at(px(j), po(j)).store(out + j); });
+    });
     return r;
   }
   template <class Step>
   static __attribute__((noinline)) auto linearize(const N& x, const N& operand, const Scalar<C>* s) {
     constexpr int K = 1 + kTakes<Step, 'T'>;
-    const N px = x.spread(), po = operand.spread();
-    C *value, *tangent[K], *active[K];
+    using A = Arithmetic<Vec>;
+    const auto at = [&](const Vec& a, const Vec& b) { return Evaluator<Vec>::template linearize<Step>(a, b, s); };
     Dual<N, K> d;
-    d.value = N::fresh(value);
-    for (int k = 0; k < K; ++k) {
-      d.tangent[k] = N::fresh(tangent[k]);
-      d.active[k] = N::fresh(active[k]);
-    }
-    const int64_t lanes = row_lanes;
-    for (int64_t j = 0; j < lanes; j += Vec::size()) {
-      const auto at = Evaluator<Vec>::template linearize<Step>(Vec::loadu(px.data() + j), Vec::loadu(po.data() + j), s);
-      at.value.store(value + j);
+    if (is_one_value<Step>(x, operand)) {
+      const auto one = at(Vec(x.value()), Vec(operand.value()));
+      d.value = N::of(first_lane(one.value));
       for (int k = 0; k < K; ++k) {
-        at.tangent[k].store(tangent[k] + j);
-        at.active[k].store(active[k] + j);
+        d.tangent[k] = N::of(first_lane(one.tangent[k]));
+        d.active[k] = N::of(!(first_lane(one.active[k]) == 0));  // set bits are NaN
       }
+      return d;
     }
+    auto& pool = pool_of<Step>(x, operand);
+    C *value, *tangent[K], *active[K];
+    Vec all[K];
+    d.value = N::fresh(pool, value);
+    for (int k = 0; k < K; ++k) {
+      d.tangent[k] = N::fresh(pool, tangent[k]);
+      d.active[k] = N::fresh(pool, active[k]);
+      all[k] = A::mask(true);
+    }
+    read<Step>(x, operand, [&](const auto& px, const auto& po) {
+      for_each_register<!Step::heavy>(pool, [&](int64_t j) {
+        const auto one = at(px(j), po(j));
+        one.value.store(value + j);
+        for (int k = 0; k < K; ++k) {
+          one.tangent[k].store(tangent[k] + j);
+          one.active[k].store(active[k] + j);
+          all[k] = A::both(all[k], one.active[k]);
+        }
+      });
+    });
+    // What follows then has no mask to look at.
+    for (int k = 0; k < K; ++k)
+      if (all[k].zero_mask() == 0) d.active[k] = N::of(1);
     return d;
+  }
+
+ private:
+  template <class Step>
+  static bool is_one_value(const N& x, const N& operand) {
+    return x.is_uniform() && (!kTakes<Step, 'T'> || operand.is_uniform());
+  }
+  template <class Step>
+  static RowPool<C>& pool_of(const N& x, const N& operand) {
+    return (x.is_uniform() ? operand : x).pool();
+  }
+  // f with what gives the registers of both. A step without an operand has none to read.
+  template <class Step, class F>
+  static void read(const N& x, const N& operand, const F& f) {
+    if constexpr (kTakes<Step, 'T'> > 0) {
+      const RowReader<C> px(x), po(operand);
+      f([&](int64_t j) { return px[j]; }, [&](int64_t j) { return po[j]; });
+    } else {
+      const C* px = x.data();
+      f([&](int64_t j) { return Vec::loadu(px + j); }, [&](int64_t) { return Vec(C(0)); });
+    }
   }
 };
 
@@ -209,18 +289,15 @@ struct Evaluator<Keyed<Row<C>>> {
 
   template <class Step>
   static __attribute__((noinline)) N apply(const N& x, const N& operand, const Scalar<C>* s) {
-    const Row<C> px = x.value.spread(), dx = x.tangent.spread(), po = operand.value.spread(), dpo = operand.tangent.spread();
+    const RowReader<C> px(x.value), dx(x.tangent), po(operand.value), dpo(operand.tangent);
+    auto& pool = (x.value.is_uniform() ? operand.value : x.value).pool();
     C *value, *tangent;
-    const Row<C> v = Row<C>::fresh(value), t = Row<C>::fresh(tangent);
-    const int64_t lanes = row_lanes;
-    for (int64_t j = 0; j < lanes; j += Vec::size()) {
-      const auto at = [&](const Row<C>& a, const Row<C>& b) {
-        return Keyed<Vec>{Vec::loadu(a.data() + j), Vec::loadu(b.data() + j)};
-      };
-      const Keyed<Vec> o = at(po, dpo), d = Step::template apply<Keyed<Vec>>(at(px, dx), &o, s);
+    const Row<C> v = Row<C>::fresh(pool, value), t = Row<C>::fresh(pool, tangent);
+    for_each_register<!Step::heavy>(pool, [&](int64_t j) {
+      const Keyed<Vec> o{po[j], dpo[j]}, d = Step::template apply<Keyed<Vec>>(Keyed<Vec>{px[j], dx[j]}, &o, s);
       d.value.store(value + j);
       d.tangent.store(tangent + j);
-    }
+    });
     return {v, t};
   }
 };
