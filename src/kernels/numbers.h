@@ -129,6 +129,13 @@ struct Arithmetic {
 template <class N>
 constexpr bool kHasExtremes = false;
 
+// Whether `exp_falling` is as close as `exp`.
+template <class N>
+constexpr bool kExactFalling = false;
+// Whether Arithmetic has `half_octave` and `lookup`: one of eight numbers for each lane, by where a number lies.
+template <class N>
+constexpr bool kHasTables = false;
+
 template <class N>
 using compute_t = typename Arithmetic<N>::Compute;
 
