@@ -510,7 +510,8 @@ void run(const Op& op, const Request& r, const Geometry& geometry, const CpuRang
       const auto take = [&](int k, const N& value) { put(value, gradient[k], pgradient[k]); };
       BlockIo<N, Op, typename Number::Memory, decltype(load), decltype(take)> io{r, memory, begin + j, load, take};
       const N zero = constant<N>(C(0));
-      const Outputs<N> out = evaluate<mode>(op, scalars, Number::load(px, j, rest...), gradients ? Number::load(pg, j, rest...) : zero,
+      const Outputs<N> out = evaluate<mode>(op, scalars, Number::load(px, j, rest...),
+                                            gradients ? Number::load(pg, j, rest...) : zero,
                                             directions ? Number::load(pu, j, rest...) : zero, r.u.data != nullptr, io);
       for (int n = 0; n < full_outputs(mode); ++n) put(out.full[n], full[n], pfull[n]);
       if constexpr (mode == Mode::coded && Number::kRows) {

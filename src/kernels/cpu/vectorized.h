@@ -9,7 +9,7 @@
 
 namespace fused_act {
 
-// At::vec's functions.
+// The functions of at::vec.
 template <class C>
 struct VectorFunctions {
   using N = at::vec::Vectorized<C>;
@@ -25,8 +25,8 @@ inline constexpr bool kExactFalling<at::vec::Vectorized<float>> = true;
 template <>
 inline constexpr bool kHasTables<at::vec::Vectorized<float>> = true;
 
-// Inlined, within 1 ulp (tanh: 2) over all of float32, subnormal results too. at::vec calls a function for each register, which takes three to five
-// times as long: at 8 elements that was most of the time of every activation with an exponential.
+// Inlined, within 1 ulp (tanh: 2) over all of float32, subnormal results too. at::vec calls a function for each register, which
+// takes three to five times as long: most of the time of every activation with an exponential.
 template <>
 struct VectorFunctions<float> {
   using N = at::vec::Vectorized<float>;
