@@ -67,21 +67,18 @@ class Walk {
   int64_t index_[kMaxDims], offset_;
 };
 
-template <class T>
-constexpr bool kSixteenBits = std::is_same_v<T, c10::Half> || std::is_same_v<T, c10::BFloat16>;
-
 // to[0, count) = from[0, count), converted.
 template <class T, class C>
 void convert(const T* from, C* to, int64_t count) {
   int64_t j = 0;
-  if constexpr (kSixteenBits<T> && std::is_same_v<C, float>) {
+  if constexpr (at::vec::is_reduced_floating_point_v<T> && std::is_same_v<C, float>) {
     using Vec = at::vec::Vectorized<T>;
     for (; j + Vec::size() <= count; j += Vec::size()) {
       const auto [low, high] = at::vec::convert_to_float<T>(Vec::loadu(from + j));
       low.store(to + j);
       high.store(to + j + Vec::size() / 2);
     }
-  } else if constexpr (kSixteenBits<C> && std::is_same_v<T, float>) {
+  } else if constexpr (at::vec::is_reduced_floating_point_v<C> && std::is_same_v<T, float>) {
     using Vec = at::vec::Vectorized<C>;
     using Half = at::vec::Vectorized<float>;
     for (; j + Vec::size() <= count; j += Vec::size())
@@ -147,8 +144,8 @@ struct Block {
   bool uniform;
 };
 
-// One tensor as the vector loop sees it: a run of the compute type for the current block. (Not inlined, as what follows: once in a
-// block that costs nothing, and 150 copies of it took a third of the compiler's time.)
+// One tensor as the vector loop sees it: a run of the compute type for the current block. (Not inlined, nor what follows: once
+// in a block a call costs nothing, and 150 copies of it took the compiler 8 s of 66.)
 template <class C>
 class Input {
  public:
@@ -227,7 +224,7 @@ class Input {
   alignas(64) C buffer_[kBlock];
 };
 
-// A result, or sums of it.
+// A result, or with `sums` a gradient whose elements are added to those.
 template <class C>
 class Output {
  public:
@@ -238,9 +235,9 @@ class Output {
     sums_ = static_cast<C*>(sums);
     flat_ = p && !sums && geometry.flat(row);
     position_ = begin;
-    if ((p || sums) && !flat_) walk_.start(geometry, row, begin);
+    if (p && !flat_) walk_.start(geometry, row, begin);
   }
-  bool wanted() const { return data_ || sums_; }
+  bool wanted() const { return data_; }
   // Where the next elements are to be written.
   __attribute__((noinline)) C* next() {
     if (flat_) with_type(dtype_, [&](auto* type) { fetch_ahead<1>(static_cast<decltype(type)>(data_) + position_); });
@@ -248,8 +245,8 @@ class Output {
   }
   // Takes the `count` elements, which are there or elsewhere.
   __attribute__((noinline)) void close(const C* from, int64_t count) {
-    if (sums_) return add_to(sums_, walk_, count, from);
     if (!data_) return;
+    if (sums_) return add_to(sums_, walk_, count, from);
     with_type(dtype_, [&](auto* type) {
       auto* to = static_cast<decltype(type)>(data_);
       if (flat_) {

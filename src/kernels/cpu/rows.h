@@ -114,6 +114,12 @@ class Row {
   C value_ = 0;
 };
 
+// The pool for what is computed from both.
+template <class C>
+RowPool<C>& pool_of(const Row<C>& a, const Row<C>& b) {
+  return (a.is_uniform() ? b : a).pool();
+}
+
 // The registers of a row. Those of one value are one register.
 template <class C>
 class RowReader {
@@ -191,7 +197,7 @@ struct Arithmetic<Row<C>> {
   template <class F>
   static N each(const N& a, const N& b, const F& f) {
     if (a.is_uniform() && b.is_uniform()) return N::of(first_lane(f(Vec(a.value()), Vec(b.value()))));
-    auto& pool = (a.is_uniform() ? b : a).pool();
+    auto& pool = pool_of(a, b);
     const RowReader<C> x(a), y(b);
     C* out;
     N r = N::fresh(pool, out);
@@ -210,7 +216,7 @@ struct Evaluator<Row<C>> {
   static __attribute__((noinline)) N apply(const N& x, const N& operand, const Scalar<C>* s) {
     const auto at = [&](const Vec& a, const Vec& b) { return Step::template apply<Vec>(a, &b, s); };
     if (is_one_value<Step>(x, operand)) return N::of(first_lane(at(Vec(x.value()), Vec(operand.value()))));
-    auto& pool = pool_of<Step>(x, operand);
+    auto& pool = pool_of(x, operand);
     C* out;
     N r = N::fresh(pool, out);
     read<Step>(x, operand, [&](const auto& px, const auto& po) {
@@ -233,7 +239,7 @@ struct Evaluator<Row<C>> {
       }
       return d;
     }
-    auto& pool = pool_of<Step>(x, operand);
+    auto& pool = pool_of(x, operand);
     C *value, *tangent[K], *active[K];
     Vec all[K];
     d.value = N::fresh(pool, value);
@@ -264,10 +270,6 @@ struct Evaluator<Row<C>> {
   static bool is_one_value(const N& x, const N& operand) {
     return x.is_uniform() && (!kTakes<Step, 'T'> || operand.is_uniform());
   }
-  template <class Step>
-  static RowPool<C>& pool_of(const N& x, const N& operand) {
-    return (x.is_uniform() ? operand : x).pool();
-  }
   // f with what gives the registers of both. A step without an operand has none to read.
   template <class Step, class F>
   static void read(const N& x, const N& operand, const F& f) {
@@ -290,7 +292,7 @@ struct Evaluator<Keyed<Row<C>>> {
   template <class Step>
   static __attribute__((noinline)) N apply(const N& x, const N& operand, const Scalar<C>* s) {
     const RowReader<C> px(x.value), dx(x.tangent), po(operand.value), dpo(operand.tangent);
-    auto& pool = (x.value.is_uniform() ? operand.value : x.value).pool();
+    auto& pool = pool_of(x.value, operand.value);
     C *value, *tangent;
     const Row<C> v = Row<C>::fresh(pool, value), t = Row<C>::fresh(pool, tangent);
     for_each_register<!Step::heavy>(pool, [&](int64_t j) {

@@ -9,10 +9,9 @@
 
 namespace fused_act {
 
-// The functions of at::vec.
-template <class C>
+// The transcendental functions of a register: those of at::vec. (By the register's type, which each SIMD level has its own of.)
+template <class N>
 struct VectorFunctions {
-  using N = at::vec::Vectorized<C>;
   static N exp(const N& a) { return a.exp(); }
   static N exp_falling(const N& a) { return a.exp(); }
   static N expm1(const N& a) { return a.expm1(); }
@@ -28,42 +27,16 @@ inline constexpr bool kHasTables<at::vec::Vectorized<float>> = true;
 // Inlined, within 1 ulp (tanh: 2) over all of float32, subnormal results too. at::vec calls a function for each register, which
 // takes three to five times as long: most of the time of every activation with an exponential.
 template <>
-struct VectorFunctions<float> {
+struct VectorFunctions<at::vec::Vectorized<float>> {
   using N = at::vec::Vectorized<float>;
 
   static N exp(const N& a) {
-    const N x = within(a, -104, 89), n = nearest(x * N(kLog2E));  // beyond them it is 0 and infinity
+    const N x = within(a, -104, 89), n = (x * N(kLog2E)).round();  // beyond them it is 0 and infinity
     return scaled(reduced_expm1(x, n) + N(1), n);
   }
-#if defined(CPU_CAPABILITY_AVX512)
-  static N exp_falling(const N& a) { return exp(a); }
-#else
-  // Adding 1.5 2^23 + 191 leaves n + 191 in the last bits, the exponent of 2^(n + 64), by which the sum is normal.
-  static N exp_falling(const N& a) {
-    const N x = at_least(a, -104), rounder(1.5f * 8388608 + 191), sum = at::vec::fmadd(x, N(kLog2E), rounder);
-    const N power = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(sum), 23));
-    return (reduced_expm1(x, sum - rounder) + N(1)) * power * N(0x1p-64f);
-  }
-#endif
-  // 0 for a in [1, 1.5), 1 in [1.5, 2), 2 in [2, 3), to 7 in [12, 16); beyond them one of these.
-#if defined(CPU_CAPABILITY_AVX512)
-  static __m512i half_octave(const N& a) {
-    return _mm512_sub_epi32(_mm512_srli_epi32(_mm512_castps_si512(a), 22), _mm512_set1_epi32(2 * 127));
-  }
-  static N lookup(__m512i piece, const float (&table)[8]) {
-    return _mm512_permutexvar_ps(piece, _mm512_broadcast_f32x8(_mm256_loadu_ps(table)));
-  }
-#else
-  static __m256i half_octave(const N& a) {
-    return _mm256_sub_epi32(_mm256_srli_epi32(_mm256_castps_si256(a), 22), _mm256_set1_epi32(2 * 127));
-  }
-  static N lookup(__m256i piece, const float (&table)[8]) {
-    return _mm256_permutevar8x32_ps(_mm256_loadu_ps(table), piece);
-  }
-#endif
   // 2^n expm1(r) + (2^n - 1), with half of 2^n, which is finite where the result is.
   static N expm1(const N& a) {
-    const N x = within(a, -20, 89), n = nearest(x * N(kLog2E)), half = scaled(N(0.5f), n);
+    const N x = within(a, -20, 89), n = (x * N(kLog2E)).round(), half = scaled(N(0.5f), n);
     return at::vec::fmadd(half, reduced_expm1(x, n), half - N(0.5f)) * N(2);
   }
   // -expm1(-2 |a|) / (2 + expm1(-2 |a|)), with the sign of a.
@@ -72,8 +45,34 @@ struct VectorFunctions<float> {
     return e.abs() / (e + N(2)) | (a & N(-0.0f));
   }
 
+  // half_octave: 0 for a in [1, 1.5), 1 in [1.5, 2), 2 in [2, 3), to 7 in [12, 16); beyond them one of these.
+#if defined(CPU_CAPABILITY_AVX512)
+  static N exp_falling(const N& a) { return exp(a); }
+  static __m512i half_octave(const N& a) {
+    return _mm512_sub_epi32(_mm512_srli_epi32(_mm512_castps_si512(a), 22), _mm512_set1_epi32(2 * 127));
+  }
+  static N lookup(__m512i piece, const float (&table)[8]) {
+    return _mm512_permutexvar_ps(piece, _mm512_broadcast_f32x8(_mm256_loadu_ps(table)));
+  }
+#else
+  // Adding 1.5 2^23 + 191 leaves n + 191 in the last bits, the exponent of 2^(n + 64), by which the sum is normal.
+  static N exp_falling(const N& a) {
+    const N x = at::vec::clamp_min(a, N(-104)), rounder(1.5f * 8388608 + 191), sum = at::vec::fmadd(x, N(kLog2E), rounder);
+    const N power = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(sum), 23));
+    return (reduced_expm1(x, sum - rounder) + N(1)) * power * N(0x1p-64f);
+  }
+  static __m256i half_octave(const N& a) {
+    return _mm256_sub_epi32(_mm256_srli_epi32(_mm256_castps_si256(a), 22), _mm256_set1_epi32(2 * 127));
+  }
+  static N lookup(__m256i piece, const float (&table)[8]) {
+    return _mm256_permutevar8x32_ps(_mm256_loadu_ps(table), piece);
+  }
+#endif
+
  private:
   static constexpr float kLog2E = 1.44269504f;
+  // NaN stays, as at::vec has it.
+  static N within(const N& a, float low, float high) { return at::vec::clamp(a, N(low), N(high)); }
   // e^r - 1 for a = n log(2) + r: the polynomial is within 1.4e-8 of it.
   static N reduced_expm1(const N& a, const N& n) {
     const N r = at::vec::fmadd(n, N(1.90465421e-9f), at::vec::fmadd(n, N(-0.693147182f), a));
@@ -82,21 +81,11 @@ struct VectorFunctions<float> {
     const N q = at::vec::fmadd(square, at::vec::fmadd(square, N(0.001394649618305266f), second), first);
     return at::vec::fmadd(square, q, r);
   }
-  // NaN stays: of two numbers of which one is NaN, the instructions take the second.
+  // a 2^n, rounded once if it is subnormal.
 #if defined(CPU_CAPABILITY_AVX512)
-  static N at_least(const N& a, float low) { return _mm512_max_ps(N(low), a); }
-  static N within(const N& a, float low, float high) {
-    return _mm512_min_ps(N(high), at_least(a, low));
-  }
-  static N nearest(const N& a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT); }
   static N scaled(const N& a, const N& n) { return _mm512_scalef_ps(a, n); }
 #else
-  static N at_least(const N& a, float low) { return _mm256_max_ps(N(low), a); }
-  static N within(const N& a, float low, float high) {
-    return _mm256_min_ps(N(high), at_least(a, low));
-  }
-  static N nearest(const N& a) { return a.round(); }
-  // a 2^n, with one rounding if it is subnormal: neither 2^(n / 2) nor a times it is.
+  // Neither 2^(n / 2) nor a times it is subnormal.
   static N scaled(const N& a, const N& n) {
     const auto power = [](__m256i i) {
       return N(_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(i, _mm256_set1_epi32(127)), 23)));
@@ -109,7 +98,7 @@ struct VectorFunctions<float> {
 #endif
 
 template <class C>
-struct Arithmetic<at::vec::Vectorized<C>> {
+struct Arithmetic<at::vec::Vectorized<C>> : VectorFunctions<at::vec::Vectorized<C>> {
   using N = at::vec::Vectorized<C>;
   using Compute = C;
   using Mask = N;  // all bits of a lane set or clear
@@ -124,19 +113,10 @@ struct Arithmetic<at::vec::Vectorized<C>> {
   static N estimate_reciprocal(const N& a) { return N(C(1)) / a; }
   static N negative(const N& a) { return a.neg(); }
   static N absolute(const N& a) { return a.abs(); }
-  static N exp(const N& a) { return VectorFunctions<C>::exp(a); }
-  static N exp_falling(const N& a) { return VectorFunctions<C>::exp_falling(a); }
-  static N expm1(const N& a) { return VectorFunctions<C>::expm1(a); }
   static N log1p(const N& a) { return a.log1p(); }
-  static N tanh(const N& a) { return VectorFunctions<C>::tanh(a); }
   static N log(const N& a) { return a.log(); }
   static N sqrt(const N& a) { return a.sqrt(); }
   static N erfc(const N& a) { return a.erfc(); }
-  static auto half_octave(const N& a) { return VectorFunctions<C>::half_octave(a); }
-  template <class Piece>
-  static N lookup(Piece piece, const C (&table)[8]) {
-    return VectorFunctions<C>::lookup(piece, table);
-  }
   // at::vec::fmadd is an FMA where the instruction set is known to have one; elsewhere it is a product and a sum.
   static N fma(const N& a, const N& b, const N& c) {
 #if defined(CPU_CAPABILITY_AVX2) || defined(CPU_CAPABILITY_AVX512)
