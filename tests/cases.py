@@ -148,6 +148,14 @@ def grid(dtype, op, chosen):
     return torch.cat([exponents(dtype), neighbours(kinks(op, chosen), dtype), specials(dtype), dense.to(dtype)])
 
 
+@functools.cache
+def sweep():
+    """Every 509th float32 from 2^-12 to 2^7, of either sign: where functions bend."""
+    first, last = torch.tensor([2.0**-12, 2.0**7]).view(torch.int32).tolist()
+    positive = torch.arange(first, last, 509, dtype=torch.int32).view(torch.float32)
+    return torch.cat([positive, -positive])
+
+
 def finite_grid(dtype, op, chosen, n=4096, bound=50.0):
     """Values without specials, kinks included: for sums, where one infinity would hide everything else."""
     g = torch.Generator().manual_seed(3)
