@@ -118,6 +118,7 @@ struct Arithmetic<possible::Number<C, cuda>> {
   static N negative(const N& a) { return unary(4, a, -a.value); }
   static N absolute(const N& a) { return unary(5, a, std::fabs(a.value)); }
   static N exp(const N& a) { return unary(6, a, std::exp(a.value)); }
+  static N exp2(const N& a) { return unary(12, a, std::exp2(a.value)); }
   static N exp_falling(const N& a) { return exp(a); }
   static N expm1(const N& a) { return unary(7, a, std::expm1(a.value)); }
   static N log1p(const N& a) { return unary(8, a, std::log1p(a.value)); }

@@ -298,6 +298,25 @@ FUSED_ACT_FN mask_t<N> is_set(const N& mask) {
 template <class N>
 constexpr bool kHasRoughSlope = !is_dual<N>::value && std::is_same_v<compute_t<N>, float>;
 
+// x / (1 + |x|). The derivative, the square of 1 / (1 + |x|), is NaN at infinity, as autograd has it.
+template <class N>
+FUSED_ACT_FN N softsign_quotient(const N& x) {
+  return quotient(x, shift(absolute(x), compute_t<N>(1)));
+}
+template <class N>
+FUSED_ACT_FN N softsign(const N& x) {
+  return softsign_quotient(x);
+}
+template <class N, int K>
+FUSED_ACT_FN Dual<N, K> softsign(const Dual<N, K>& x) {
+  if constexpr (kHasRoughSlope<N>) {
+    const N a = absolute(x.value), r = Arithmetic<N>::estimate_reciprocal(shift(a, 1));
+    return smooth(x, softsign(x.value), Arithmetic<N>::fma(r, r, scale(a, 0)));
+  } else {
+    return softsign_quotient(x);
+  }
+}
+
 // e^x.
 template <class N>
 FUSED_ACT_FN N exponential(const N& x) {
@@ -432,40 +451,55 @@ FUSED_ACT_FN N sigmoid_slope(const N& x) {
   return ratio(e, mul(d, d));
 }
 
+// 1 / (1 + 2^-t) for t = factor x, without a branch: the power is e^-x on either side of 0. The sum is divided by 2^16, so that
+// its reciprocal is 0, to a GPU, only where x times it is 0 in bfloat16. But for results of 16 bits the factor has two parts and
+// the power takes what the rounding of t left out: an error of half an ulp in t is one of |t| / 2 ulp in 2^t.
+template <class N>
+FUSED_ACT_FN N logistic_in_base_2(const N& x, const N& factor, const N& factor_low) {
+  using A = Arithmetic<N>;
+  using C = compute_t<N>;
+  const auto inverted = [](const N& e) FUSED_ACT_LAMBDA {
+    return scale(A::estimate_reciprocal(shift(e, C(0x1p-16))), C(0x1p-16));
+  };
+  const N turned = negative(x);
+  if constexpr (kReduced<N>) {
+    return inverted(A::exp2(A::fma(turned, factor, constant<N>(-16))));
+  } else {
+    constexpr C kLargest = std::is_same_v<C, float> ? 127 : 1023;
+    const N power = shift(mul(turned, factor), C(-16)), e = A::exp2(power);
+    const N low = A::fma(turned, factor_low, A::fma(turned, factor, negative(shift(power, C(16)))));
+    // Where t may have overflowed `low` is no number. What takes its place keeps an infinite power infinite.
+    const N change = scale(select(below(absolute(power), kLargest), low, constant<N>(C(1e-30))), C(0.6931471805599453));
+    return inverted(A::fma(e, change, e));
+  }
+}
+
 // 1 / (1 + e^-x). Both branches are quotients of positive sums, so nothing cancels or overflows.
 template <class N>
 FUSED_ACT_FN N sigmoid(const N& x) {
   if constexpr (is_dual<N>::value) {
     return smooth(x, sigmoid(x.value), sigmoid_slope(x.value));
+  } else if constexpr (kReduced<N>) {
+    return logistic_in_base_2(x, constant<N>(1.44269504f), constant<N>(0));
   } else {
     const N e = decay(x);
     return ratio(select(below(x, 0), e, constant<N>(1)), shift(e, compute_t<N>(1)));
   }
 }
 
-// sigmoid(t + low), for real numbers. In the falling branch e also takes what the rounding of 1 + e left out, so that
-// one rounding is saved: 3.6 ulp for quick_gelu become 2.8. (1 - e / 2 is 1 / (1 + e) to 10 %.)
-template <class N>
-FUSED_ACT_FN N sigmoid_of_sum(const N& t, const N& low) {
-  using A = Arithmetic<N>;
-  using C = compute_t<N>;
-  if constexpr (kReduced<N>) return sigmoid(t);
-  const auto falls = below(t, 0);
-  const N one = constant<N>(1), e = decay(t), change = select(falls, low, negative(low));
-  const N d = add(one, e), d_low = A::fma(e, change, sub(e, sub(d, one)));
-  const N corrected = A::fma(e, sub(change, mul(d_low, A::fma(e, constant<N>(C(-0.5)), one))), e);
-  return ratio(select(falls, corrected, one), d);
-}
-
 // sigmoid(c x).
 template <class N>
 FUSED_ACT_FN N sigmoid_scaled(const N& x, const Split<compute_t<N>>& c) {
+  using A = Arithmetic<N>;
+  using C = compute_t<N>;
   if constexpr (is_dual<N>::value) {
     const auto slope = scale(sigmoid_slope(scale(x.value, c.value)), c.value);
     return smooth(x, sigmoid_scaled(x.value, c), slope);
   } else {
-    const N t = scale(x, c.value);
-    return sigmoid_of_sum(t, product_low(x, c, t));
+    constexpr Split<C> log2e = Split<C>::of(1.4426950408889634, 2.0355273740931033e-17);
+    const N value = constant<N>(c.value), high = constant<N>(log2e.value), factor = mul(value, high);
+    const N rest = A::fma(value, high, negative(factor));
+    return logistic_in_base_2(x, factor, A::fma(value, constant<N>(log2e.low), A::fma(constant<N>(c.low), high, rest)));
   }
 }
 
@@ -541,24 +575,24 @@ FUSED_ACT_FN N softplus_slope(const N& x, compute_t<N> beta, compute_t<N> limit)
 // log(1 + e^(beta x)) / beta; x where beta x > limit (F.softplus). Beyond 40, where e^-40 is below half an ulp of 40 in
 // float64 as well, it is x in any case: so a high limit cannot let beta x or the exponential overflow.
 template <class N>
-FUSED_ACT_FN N softplus(const N& x, compute_t<N> beta, compute_t<N> limit) {
+FUSED_ACT_FN N softplus(const N& x, const Scalar<compute_t<N>>& beta, compute_t<N> limit) {
   using C = compute_t<N>;
   if constexpr (is_dual<N>::value) {
-    return smooth(x, softplus(x.value, beta, limit), softplus_slope(x.value, beta, limit));
+    return smooth(x, softplus(x.value, beta, limit), softplus_slope(x.value, beta.value, limit));
   } else {
     using A = Arithmetic<N>;
-    const N t = scale(x, beta);
+    const N t = scale(x, beta.value);
     if constexpr (kReduced<N>) {
       const N sum = add(select(below(t, 0), constant<N>(0), t), log1p_of_decay(decay(t)));
-      return select(above(t, limit > C(40) ? C(40) : limit), x, ratio(sum, constant<N>(beta)));
+      return select(above(t, limit > C(40) ? C(40) : limit), x, divide(sum, beta));
     }
-    const N low = product_low(x, Split<C>{beta, C(0)}, t);
+    const N low = product_low(x, Split<C>{beta.value, C(0)}, t);
     const auto falls = below(t, 0);
     N e = decay(t);
     e = A::fma(e, select(falls, low, negative(low)), e);
     const N rest = log1p_of_decay(e);
     const N sum = select(falls, rest, add(t, add(low, rest)));
-    return select(above(t, limit > C(40) ? C(40) : limit), x, quotient(sum, constant<N>(beta)));
+    return select(above(t, limit > C(40) ? C(40) : limit), x, divide(sum, beta));
   }
 }
 
@@ -608,6 +642,15 @@ FUSED_ACT_FN N tanhshrink(const N& x) {
     using A = Arithmetic<N>;
     using C = compute_t<N>;
     const N y = mul(x, x);
+    if constexpr (kReduced<N>) {  // a polynomial for (x - tanh(x)) / x^3, within 9e-7; beyond 1 the exponential
+      constexpr float coefficients[] = {0.006724514f, -0.020862684f, 0.053741813f, -0.13331412f, 0.33333308f};
+      N p = constant<N>(-0.0012167206f);
+      for (float c : coefficients) p = A::fma(p, y, constant<N>(c));
+      const N e = A::exp2(scale(absolute(x), C(2 * 1.4426950408889634)));
+      const N t = A::fma(A::estimate_reciprocal(shift(e, C(1))), constant<N>(-2), constant<N>(1));
+      const N far = sub(x, select(below(x, 0), negative(t), t));
+      return select(below(absolute(x), 1), mul(mul(x, y), p), far);
+    }
     N a, b;
     if constexpr (std::is_same_v<C, float>) {
       a = A::fma(y, constant<N>(27), constant<N>(2772));
@@ -639,22 +682,53 @@ FUSED_ACT_FN N bounded(const N& x, compute_t<N> bound) {
   }
 }
 
-// P(Z > a) of a standard normal Z, for real a >= 0. By the complement 1 - P(Z <= a) it would have no digits left at 6.
+// From here on P(Z > a) of a standard normal Z is 0 to the last digit.
+template <class C>
+constexpr C kNoTail = std::is_same_v<C, float> ? C(14.9) : C(40);
+
+// P(Z > a) = e (1 + change) r s in float32: e the power of 2 nearest to e^(-a^2 / 2) and `change` what its roundings left out,
+// r = 1 / (1 + 7 a / 16), and s = S(v) with v = a r. S is a polynomial fitted to 4e-9 relative over [0, 13.3]; 7/16 gave the
+// smallest error of the degrees and factors tried.
 template <class N>
-FUSED_ACT_FN N normal_tail(const N& distance) {
+struct NormalTail {
+  N e, change, r, v, s;
+  FUSED_ACT_FN static NormalTail of(const N& a) {
+    using A = Arithmetic<N>;
+    const auto c = [](float k) FUSED_ACT_LAMBDA { return constant<N>(k); };
+    constexpr auto half_log2e = Split<float>::of(-0.7213475204444817, -1.0177636870465517e-17);
+    NormalTail t;
+    const N square = mul(a, a), square_low = A::fma(a, a, negative(square));
+    const N power = scale(square, half_log2e.value), rest = A::fma(square, c(half_log2e.value), negative(power));
+    t.e = A::exp2(power);
+    t.change = A::fma(square, c(half_log2e.low), A::fma(square_low, c(half_log2e.value), rest));
+    t.change = scale(t.change, 0.6931471805599453f);
+    const N d = A::fma(a, c(0.4375f), c(1)), d_low = A::fma(a, c(0.4375f), sub(c(1), d));
+    const N r = A::estimate_reciprocal(d);
+    t.r = A::fma(r, A::fma(negative(r), d_low, A::fma(negative(r), d, c(1))), r);
+    t.v = mul(a, t.r);
+    t.s = c(-9.69036682e-06f);
+    constexpr float coefficients[] = {8.1148406e-05f,   -0.000244219671f, 0.000381250225f,  -0.000592654513f, 0.000174093802f,
+                                      0.00145831984f,   0.00796314143f,   -0.00337475096f,  -0.180192143f,    0.5f};
+    for (float k : coefficients) t.s = A::fma(t.s, t.v, c(k));
+    return t;
+  }
+};
+
+// P(Z > a) for a in [0, kNoTail]. By the complement 1 - P(Z <= a) it would have no digits left at 6.
+template <class N>
+FUSED_ACT_FN N normal_tail(const N& a) {
   using A = Arithmetic<N>;
   using C = compute_t<N>;
   const auto c = [](double v) { return constant<N>(C(v)); };
   if constexpr (kReduced<N>) {
-    // As below without what the roundings leave out, and with the degree that is within 3.7e-6 for a up to 5.7, where
-    // float16 ends, and 2.5e-5 beyond, for bfloat16 (0.51 ulp: 4e-5); 3/10 gave the smallest error.
-    const N a = select(above(distance, 15), c(15), distance);
-    const N r = A::estimate_reciprocal(A::fma(a, c(0.3), c(1))), v = mul(a, r);
-    N s = c(0.00019385557970963418);
-    constexpr double coefficients[] = {-0.0014165949542075396, -0.0019529807614162564, 0.055569685995578766,
-                                       -0.24894782900810242, 0.500001847743988};
-    for (double k : coefficients) s = A::fma(s, v, c(k));
-    return mul(A::exp_falling(scale(mul(a, a), C(-0.5))), mul(r, s));
+    // 2^p(a), within 7e-6 up to a = 4, where float16 ends, and 1.1e-4 beyond, for bfloat16: three of the 65,536 numbers of either
+    // type are then up to 0.513 ulp off. It is 2^32 times as large while it is computed, since to a GPU 2^-127 is 0.
+    N p = c(-1.8539633162006908e-09);
+    constexpr double coefficients[] = {1.3913943064380874e-07, -4.545558113022707e-06, 8.561658614780754e-05,
+                                       -0.0010426995577290654, 0.008792255073785782,   -0.05433189123868942,
+                                       -0.4582539498806,       -1.1512763500213623,    31};
+    for (double k : coefficients) p = A::fma(p, a, c(k));
+    return scale(A::exp2(p), C(0x1p-32));
   } else if constexpr (kHasTables<N>) {
     // e^(-a^2 / 2) M(a). Over each half octave of a + 1 a polynomial about a point in it, for which M's coefficients have short
     // errors in float32, is within 3.2e-8: three quarters of the instructions of the formula below.
@@ -674,7 +748,7 @@ FUSED_ACT_FN N normal_tail(const N& distance) {
         {-0.0015941547f, 8.5811777e-04f, -1.0486458e-04f, -1.5240996e-05f,
          -1.3839206e-06f, -1.0901868e-07f, -6.7270953e-09f, -4.4286383e-10f},
     };
-    const N a = at_most(distance, C(14.9)), square = mul(a, a), square_low = A::fma(a, a, negative(square));
+    const N square = mul(a, a), square_low = A::fma(a, a, negative(square));
     const auto piece = A::half_octave(shift(a, C(1)));
     const N h = sub(a, A::lookup(piece, center));
     // By parts, which do not wait for each other; M itself by Horner's rule, which rounds once less.
@@ -684,27 +758,11 @@ FUSED_ACT_FN N normal_tail(const N& distance) {
     const N m = A::fma(rest, h, k(0));
     return mul(A::exp_falling(scale(square, C(-0.5))), A::fma(m, scale(square_low, C(-0.5)), m));
   } else if constexpr (std::is_same_v<C, float>) {
-    // e^(-a^2 / 2) r S(v) with r = 1 / (1 + 7 a / 16) and v = a r. S is a polynomial fitted to 3.3e-9 relative over
-    // [0, 14.6], where the result underflows; 7/16 gave the smallest error of the degrees and factors tried. What the
-    // roundings of a^2, 1 + 7 a / 16 and r leave out comes in at the end: without it the result is 2 ulp worse.
-    const N a = select(above(distance, 15), c(15), distance);
-    const N square = mul(a, a), square_low = A::fma(a, a, negative(square));
-    const N d = A::fma(a, c(0.4375), c(1)), d_low = A::fma(a, c(0.4375), sub(c(1), d));
-    const N r = A::estimate_reciprocal(d), r_low = sub(A::fma(negative(r), d, c(1)), mul(r, d_low));
-    const N product = mul(a, r), v = add(product, A::fma(product, r_low, A::fma(a, r, negative(product))));
-    N s = c(-9.752828191267326e-06);
-    constexpr double coefficients[] = {
-        8.182629244402051e-05,  -0.00024736678460612893, 0.00038941571256145835, -0.0006056316196918488,
-        0.00018711024313233793, 0.0014501375844702125,   0.007966232486069202,   -0.003375392174348235,
-        -0.18019208312034607,   0.5};
-    for (double k : coefficients) s = A::fma(s, v, c(k));
-    const N ratio = mul(r, s), ratio_low = A::fma(r, s, negative(ratio));
-    const N e = A::exp(scale(square, C(-0.5))), tail = mul(e, ratio);
-    const N low = A::fma(tail, sub(r_low, scale(square_low, C(0.5))), A::fma(e, ratio, negative(tail)));
-    return add(tail, A::fma(e, ratio_low, low));
+    const auto t = NormalTail<N>::of(a);
+    const N tail = mul(t.e, mul(t.r, t.s));
+    return A::fma(tail, t.change, tail);
   } else {
     // erfc(z) / 2 at z = a / sqrt(2). The rounding of z, dz, costs a relative 2 z dz and more: 3e-15 at z = 26.
-    const N a = select(above(distance, 40), c(40), distance);
     const Split<C> root = Split<C>::of(0.7071067811865476, -4.833646656726457e-17);
     const N z = scale(a, root.value), dz = product_low(a, root, z);
     const N tail = scale(A::erfc(z), C(0.5));
@@ -726,7 +784,7 @@ FUSED_ACT_FN N normal_cdf(const N& x) {
   if constexpr (is_dual<N>::value) {
     return smooth(x, normal_cdf(x.value), normal_density(x.value));
   } else {
-    const N tail = normal_tail(absolute(x));
+    const N tail = normal_tail(at_most(absolute(x), kNoTail<compute_t<N>>));
     return select(below(x, 0), tail, sub(constant<N>(1), tail));
   }
 }
@@ -749,50 +807,59 @@ FUSED_ACT_FN N gelu_slope(const N& x) {
     return add(normal_cdf(x), mul(x, normal_density(x)));
   }
 }
+// The value as max(x, 0) - |x| P(Z > |x|), without a branch. (|x| + x) / 2 is a maximum that is NaN at -inf, as -inf times 0.
 template <class N>
 FUSED_ACT_FN N gelu(const N& x) {
   if constexpr (is_dual<N>::value) {
     return smooth(x, gelu(x.value), gelu_slope(x.value));
   } else {
-    return mul(x, normal_cdf(x));
+    using A = Arithmetic<N>;
+    using C = compute_t<N>;
+    const N a = at_most(absolute(x), kNoTail<C>);
+    const N half = constant<N>(C(0.5)), rectified = A::fma(x, half, mul(absolute(x), half));
+    if constexpr (std::is_same_v<C, float> && !kReduced<N> && !kHasTables<N>) {
+      // With all that roundings left out but for those of r, v and s.
+      const auto t = NormalTail<N>::of(a);
+      const N product = mul(t.v, t.s), low = A::fma(product, t.change, A::fma(t.v, t.s, negative(product)));
+      return A::fma(negative(product), t.e, A::fma(negative(t.e), low, rectified));
+    } else {
+      return A::fma(negative(a), normal_tail(a), rectified);
+    }
   }
 }
 
 // sigmoid(2 u) with 2 u = 2 sqrt(2 / pi) (x + 0.044715 x^3), which is (1 + tanh(u)) / 2. At 24, 2 u is 1025 and the
-// exponential 0. For the value 2 u is computed in two parts.
+// exponential 0.
 template <class C>
 struct TanhGate {
-  static constexpr Split<C> c1 = Split<C>::of(1.5957691216057308, -9.96930880911092e-17);
-  static constexpr Split<C> c3 = Split<C>::of(0.07135481627260025, -6.175149918155315e-19);
+  static constexpr C c1 = C(1.5957691216057308), c3 = C(0.07135481627260025);
+  // Both by log2(e). The first in parts of which the higher has 20 bits after the point, 48 in float64: as many as its sum with
+  // the rest has up to 16, so that what the sum's rounding left out is known, wherever the gate is not 0.
+  static constexpr bool kFloat = std::is_same_v<C, float>;
+  static constexpr C linear = kFloat ? C(2.30220794677734375) : C(2.3022081981443243);
+  static constexpr C linear_low = kFloat ? C(2.513669811391339e-07) : C(5.754174702577598e-16);
+  static constexpr Split<C> cubic = Split<C>::of(0.1029432395800235, -5.978177400718744e-18);
 };
 template <class N>
 FUSED_ACT_FN N tanh_gate_slope(const N& x) {
   using C = compute_t<N>;
-  const N v = bounded(x, C(24)), cubic = scale(mul(v, v), TanhGate<C>::c3.value);
-  const N slope = shift(scale(cubic, C(3)), TanhGate<C>::c1.value);
-  return mul(sigmoid_slope(mul(v, shift(cubic, TanhGate<C>::c1.value))), slope);
+  const N v = bounded(x, C(24)), cubic = scale(mul(v, v), TanhGate<C>::c3);
+  const N slope = shift(scale(cubic, C(3)), TanhGate<C>::c1);
+  return mul(sigmoid_slope(mul(v, shift(cubic, TanhGate<C>::c1))), slope);
 }
 template <class N>
 FUSED_ACT_FN N tanh_gate(const N& x) {
   using C = compute_t<N>;
-  constexpr Split<C> c1 = TanhGate<C>::c1, c3 = TanhGate<C>::c3;
+  using G = TanhGate<C>;
   if constexpr (is_dual<N>::value) {
     return smooth(x, tanh_gate(x.value), tanh_gate_slope(x.value));
-  } else if constexpr (kReduced<N>) {
-    return sigmoid(mul(x, shift(scale(mul(x, x), c3.value), c1.value)));
   } else {
     using A = Arithmetic<N>;
-    const N v = bounded(x, C(24));
-    const N square = mul(v, v), square_low = A::fma(v, v, negative(square));
-    const N cubic = scale(square, c3.value);
-    N low = A::fma(square, constant<N>(c3.value), negative(cubic));
-    low = A::fma(square_low, constant<N>(c3.value), low);
-    low = A::fma(square, constant<N>(c3.low), low);
-    const N sum = shift(cubic, c1.value), part = sub(sum, cubic);
-    const N sum_low = add(sub(cubic, sub(sum, part)), sub(constant<N>(c1.value), part));
-    low = add(add(sum_low, constant<N>(c1.low)), low);
-    const N t = mul(v, sum);
-    return sigmoid_of_sum(t, A::fma(v, low, A::fma(v, sum, negative(t))));
+    const N square = mul(x, x), square_low = A::fma(x, x, negative(square));
+    const N cubic = constant<N>(G::cubic.value), factor = A::fma(square, cubic, constant<N>(G::linear));
+    const N rest = A::fma(square, cubic, sub(constant<N>(G::linear), factor));
+    const N low = A::fma(square, constant<N>(G::cubic.low), constant<N>(G::linear_low));
+    return logistic_in_base_2(x, factor, A::fma(square_low, cubic, add(rest, low)));
   }
 }
 
@@ -801,7 +868,7 @@ template <class N>
 FUSED_ACT_FN N gelu_tanh_slope(const N& x) {
   if constexpr (kHasRoughSlope<N>) {
     using A = Arithmetic<N>;
-    constexpr float c1 = TanhGate<float>::c1.value, c3 = TanhGate<float>::c3.value;
+    constexpr float c1 = TanhGate<float>::c1, c3 = TanhGate<float>::c3;
     const N v = bounded(x, 24), cubic = scale(mul(v, v), c3), one = constant<N>(1);
     const N e = A::exp_falling(negative(absolute(mul(v, shift(cubic, c1))))), r = A::estimate_reciprocal(add(e, one));
     const N slope = mul(mul(mul(e, r), r), A::fma(cubic, constant<N>(3), constant<N>(c1)));

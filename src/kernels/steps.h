@@ -216,8 +216,7 @@ struct Softsign : Step {
   static constexpr bool divides = true;
   template <class N>
   FUSED_ACT_FN static N apply(const N& x, const N*, const Scalar<compute_t<N>>*) {
-    using C = compute_t<N>;
-    return quotient(x, shift(absolute(x), C(1)));
+    return softsign(x);
   }
 };
 
@@ -255,7 +254,7 @@ struct Softplus : HeavyStep {
   static constexpr const char* parameters = "ff";
   template <class N>
   FUSED_ACT_FN static N apply(const N& x, const N*, const Scalar<compute_t<N>>* s) {
-    return softplus(x, s[0].value, s[1].value);
+    return softplus(x, s[0], s[1].value);
   }
 };
 

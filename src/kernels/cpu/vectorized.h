@@ -13,6 +13,7 @@ namespace fused_act {
 template <class N>
 struct VectorFunctions {
   static N exp(const N& a) { return a.exp(); }
+  static N exp2(const N& a) { return a.exp2(); }
   static N exp_falling(const N& a) { return a.exp(); }
   static N expm1(const N& a) { return a.expm1(); }
 };
@@ -37,6 +38,10 @@ struct VectorFunctions<at::vec::Vectorized<float>> {
   static N expm1(const N& a) {
     const N x = within(a, -20, 89), n = (x * N(kLog2E)).round(), half = scaled(N(0.5f), n);
     return at::vec::fmadd(half, reduced_expm1(x, n), half - N(0.5f)) * N(2);
+  }
+  static N exp2(const N& a) {
+    const N x = within(a, -127, 128), n = x.round();
+    return (polynomial_expm1((x - n) * N(kLog2)) + N(1)) * power_of_2(n);
   }
 
   // half_octave: 0 for a in [1, 1.5), 1 in [1.5, 2), 2 in [2, 3), to 7 in [12, 16); beyond them one of these.
@@ -64,28 +69,34 @@ struct VectorFunctions<at::vec::Vectorized<float>> {
 #endif
 
  private:
-  static constexpr float kLog2E = 1.44269504f;
+  static constexpr float kLog2E = 1.44269504f, kLog2 = 0.693147182f;
   // NaN stays, as at::vec has it.
   static N within(const N& a, float low, float high) { return at::vec::clamp(a, N(low), N(high)); }
-  // e^r - 1 for a = n log(2) + r: the polynomial is within 1.4e-8 of it.
+  // e^r - 1 for a = n log(2) + r.
   static N reduced_expm1(const N& a, const N& n) {
-    const N r = at::vec::fmadd(n, N(1.90465421e-9f), at::vec::fmadd(n, N(-0.693147182f), a));
+    return polynomial_expm1(at::vec::fmadd(n, N(1.90465421e-9f), at::vec::fmadd(n, N(-kLog2), a)));
+  }
+  // Within 1.4e-8 for r up to log(2) / 2.
+  static N polynomial_expm1(const N& r) {
     const N square = r * r, first = at::vec::fmadd(r, N(0.1666654348373413f), N(0.5f));
     const N second = at::vec::fmadd(r, N(0.00836661085486412f), N(0.04166628047823906f));
     const N q = at::vec::fmadd(square, at::vec::fmadd(square, N(0.001394649618305266f), second), first);
     return at::vec::fmadd(square, q, r);
   }
   // a 2^n, rounded once if it is subnormal.
+  // And 2^n for n in [-127, 128].
 #if defined(CPU_CAPABILITY_AVX512)
   static N scaled(const N& a, const N& n) { return _mm512_scalef_ps(a, n); }
+  static N power_of_2(const N& n) { return scaled(N(1), n); }
 #else
   // Neither 2^(n / 2) nor a times it is subnormal.
   static N scaled(const N& a, const N& n) {
-    const auto power = [](__m256i i) {
-      return N(_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(i, _mm256_set1_epi32(127)), 23)));
-    };
     const __m256i whole = _mm256_cvtps_epi32(n), half = _mm256_srai_epi32(whole, 1);
-    return a * power(half) * power(_mm256_sub_epi32(whole, half));
+    return a * power_of_2(half) * power_of_2(_mm256_sub_epi32(whole, half));
+  }
+  static N power_of_2(const N& n) { return power_of_2(_mm256_cvtps_epi32(n)); }
+  static N power_of_2(__m256i n) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(n, _mm256_set1_epi32(127)), 23));
   }
 #endif
 };

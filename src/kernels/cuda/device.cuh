@@ -122,6 +122,7 @@ struct Arithmetic<Lanes<C, V, reduced>> {
   FUSED_ACT_UNARY(negative)
   FUSED_ACT_UNARY(absolute)
   FUSED_ACT_UNARY(exp)
+  FUSED_ACT_UNARY(exp2)
   FUSED_ACT_UNARY(exp_falling)
   FUSED_ACT_UNARY(expm1)
   FUSED_ACT_UNARY(log1p)
