@@ -699,3 +699,43 @@ def test_any_subset_of_inputs_may_require_a_gradient(device):
                 torch.testing.assert_close(t.grad, w)
             else:
                 assert t.grad is None
+
+
+FORMS = {
+    "bias": lambda act, x, b, s, u: act(x + b),
+    "scale and shift": lambda act, x, b, s, u: act(x * s + b),
+    "bias, residual before": lambda act, x, b, s, u: act(x + b + u),
+    "bias, residual after": lambda act, x, b, s, u: act(x + b) + u,
+    "residual after": lambda act, x, b, s, u: act(x) + u,
+    "gated": lambda act, x, b, s, u: act(x) * u,
+    "gated with biases": lambda act, x, b, s, u: act(x + b) * (u + s),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("act", ["relu", "silu", "gelu", "hardswish"])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_form_gives_what_its_steps_give(form, act, dtype, device):
+    """forms.h: what is compiled for all of a chain, and the chain one step after the other, as it runs if something
+    follows that changes nothing. With and without codes, in whole blocks and in less, dense and not."""
+    act = getattr(torch.nn.functional, act)
+    alone = fused_act.fuse(lambda x, b, s, u: FORMS[form](act, x, b, s, u))
+    followed = fused_act.fuse(lambda x, b, s, u: FORMS[form](act, x, b, s, u) * 1.0 * 1.0)
+    for shape in ((3, 2, 5, 1), (2, 7, 33, 31), (3, 4, 64, 64)):
+        full, u = (cases.filled(shape, dtype, seed=n).to(device) for n in (3, 4))
+        b, s = (cases.filled((shape[1], 1, 1), dtype, seed=n).to(device) for n in (5, 6))
+        last = torch.channels_last
+        for x in (full, full.contiguous(memory_format=last), full.transpose(0, 1).contiguous().transpose(0, 1)):
+            leaves = [t.detach().clone().requires_grad_() for t in (x, b, s, u)]
+            results = []
+            for f in (alone, followed):
+                y = f(*leaves)
+                gradients = torch.autograd.grad(y, leaves, torch.ones_like(y), allow_unused=True)
+                results.append([f(*(t.detach() for t in leaves)), y, *gradients])
+            for got, want in zip(*results):
+                if got is None:
+                    assert want is None
+                elif got.shape == x.shape or device.type == "cpu":
+                    assert_same(got, want)
+                else:  # sums, in another order
+                    torch.testing.assert_close(got, want, rtol=2e-2, atol=1e-1)

@@ -5,16 +5,18 @@
 //
 // The outputs are walked in blocks that stay in the L1 cache. An input that is dense and already of the compute type
 // is read in place; any other is first gathered and converted into a buffer of its block. So one vector loop serves
-// every dtype and every stride pattern.
+// every dtype and every stride pattern. (There is one more for dense numbers of 16 bits, which it converts as it reads them:
+// through buffers relu takes 1.5 times as long as eager.)
 #include <ATen/cpu/vec/functional.h>
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
 
+#include <array>
 #include <cstring>
 #include <tuple>
 #include <type_traits>
 
-#include "../operators.h"
+#include "../forms.h"
 #include "cpu.h"
 #include "rows.h"
 
@@ -127,6 +129,8 @@ void with_type(Dtype dtype, F f) {
   }
 }
 
+bool has_16_bits(Dtype dtype) { return dtype == Dtype::f16 || dtype == Dtype::bf16; }
+
 template <class C>
 constexpr Dtype kDtype = std::is_same_v<C, float> ? Dtype::f32 : Dtype::f64;
 
@@ -144,8 +148,19 @@ struct Block {
   bool uniform;
 };
 
-// One tensor as the vector loop sees it: a run of the compute type for the current block. (Not inlined, nor what follows: once
-// in a block a call costs nothing, and 150 copies of it took the compiler 8 s of 66.)
+// Elements of a block as the registers of any loop hold them: rows of float32 take 64 at a time with AVX-512.
+int64_t padded(int64_t count) { return (count + 63) / 64 * 64; }
+static_assert(64 % (at::vec::Vectorized<float>::size() * kSideBySide) == 0 && kBlock % 64 == 0);
+
+// A number of 16 bits, of either type.
+struct Narrow {
+  uint16_t bits;
+};
+
+// One tensor as the vector loop sees it: a run of the compute type for the current block. A block that is not whole, the last
+// one, is always a copy, with zeros behind it, so that the loop knows whole registers alone: code for a rest, too, took the
+// compiler 1.5 times as long. (Not inlined, nor what follows: once in a block a call costs nothing, and 150 copies of it took
+// the compiler 8 s of 66.)
 template <class C>
 class Input {
  public:
@@ -161,11 +176,23 @@ class Input {
     position_ = begin;
     if (!flat_) walk_.start(geometry, row, begin);
   }
+  // The next `count` elements of a flat tensor, as they are; null for none.
+  __attribute__((noinline)) const Narrow* next_narrow(int64_t count) {
+    if (!data_) return nullptr;
+    const Narrow* p = static_cast<const Narrow*>(data_) + position_;
+    position_ += count;
+    fetch_ahead<0>(p + count);
+    if (count == kBlock) return p;
+    Narrow* const copy = reinterpret_cast<Narrow*>(buffer_);
+    std::fill(std::copy(p, p + count, copy), copy + padded(count), Narrow{0});
+    return copy;
+  }
   // The next `count` elements. Where they are one value and `spread`, that is written out.
   template <bool spread>
   __attribute__((noinline)) Block<C> next(int64_t count) {
     if (!data_) return repeat<spread>(is_);
     Block<C> block{buffer_, false};
+    std::fill(buffer_ + count, buffer_ + padded(count), C(0));
     with_type(dtype_, [&](auto* type) {
       using T = std::decay_t<decltype(*type)>;
       const T* from = static_cast<const T*>(data_);
@@ -173,8 +200,8 @@ class Input {
         from += position_;
         position_ += count;
         fetch_ahead<0>(from + count);
-        if constexpr (std::is_same_v<T, C>) {
-          block.data = from;
+        if (std::is_same_v<T, C> && count == kBlock) {
+          block.data = reinterpret_cast<const C*>(from);
         } else {
           convert(from, buffer_, count);
         }
@@ -238,10 +265,21 @@ class Output {
     if (p && !flat_) walk_.start(geometry, row, begin);
   }
   bool wanted() const { return data_; }
-  // Where the next elements are to be written.
-  __attribute__((noinline)) C* next() {
+  // Where the next `count` elements, and what is computed beside them, are to be written.
+  __attribute__((noinline)) C* next(int64_t count) {
     if (flat_) with_type(dtype_, [&](auto* type) { fetch_ahead<1>(static_cast<decltype(type)>(data_) + position_); });
-    return flat_ && dtype_ == kDtype<C> ? static_cast<C*>(data_) + position_ : buffer_;
+    return flat_ && dtype_ == kDtype<C> && count == kBlock ? static_cast<C*>(data_) + position_ : buffer_;
+  }
+  // The same for a flat tensor of numbers as they are.
+  __attribute__((noinline)) Narrow* next_narrow(int64_t count) {
+    Narrow* const p = static_cast<Narrow*>(data_) + position_;
+    fetch_ahead<1>(p);
+    return count == kBlock ? p : reinterpret_cast<Narrow*>(buffer_);
+  }
+  void close_narrow(const Narrow* from, int64_t count) {
+    Narrow* const to = static_cast<Narrow*>(data_) + position_;
+    position_ += count;
+    if (from != to) std::copy(from, from + count, to);
   }
   // Takes the `count` elements, which are there or elsewhere.
   __attribute__((noinline)) void close(const C* from, int64_t count) {
@@ -277,15 +315,13 @@ class Output {
 };
 
 // Numbers that a mode is evaluated on: how many elements they are, and how those get in and out of memory.
-template <class C>
+template <class C, class Register = at::vec::Vectorized<C>>
 struct Registers {
-  using N = at::vec::Vectorized<C>;
+  using N = Register;
   static constexpr int64_t kLanes = N::size();
   static constexpr bool kRows = false;
-  static N load(const Block<C>& block, int64_t j) { return N::loadu(block.data + j); }
-  static N load(const Block<C>& block, int64_t j, int count) { return N::loadu(block.data + j, count); }
+  static N load(const Block<C>& block, int64_t j) { return {N::loadu(block.data + j)}; }
   static void store(const N& n, C* p) { n.store(p); }
-  static void store(const N& n, C* p, int count) { n.store(p, count); }
   struct Memory {
     template <class M>
     LocalMemory<M> memory() const {
@@ -293,16 +329,33 @@ struct Registers {
     }
   };
 };
+// Two registers of numbers of 16 bits. Their type is looked at in each step, which a CPU foresees.
+using Pair = std::array<at::vec::Vectorized<float>, 2>;
+template <class T>
+Pair load_pair_of(const Narrow* p) {
+  const auto [low, high] = at::vec::convert_to_float<T>(at::vec::Vectorized<T>::loadu(p));
+  return {low, high};
+}
+inline Pair load_pair(const Narrow* p, Dtype dtype) {
+  return dtype == Dtype::bf16 ? load_pair_of<c10::BFloat16>(p) : load_pair_of<c10::Half>(p);
+}
+inline void store_pair(const Pair& n, Narrow* p, Dtype dtype) {
+  if (dtype == Dtype::bf16) {
+    at::vec::convert_from_float<c10::BFloat16>(n[0], n[1]).store(p);
+  } else {
+    at::vec::convert_from_float<c10::Half>(n[0], n[1]).store(p);
+  }
+}
 template <class C>
 struct Elements {
   using N = C;
   static constexpr int64_t kLanes = 1;
   static constexpr bool kRows = false;
-  static N load(const Block<C>& block, int64_t j, int = 1) { return block.data[j]; }
-  static void store(N n, C* p, int = 1) { *p = n; }
+  static N load(const Block<C>& block, int64_t j) { return block.data[j]; }
+  static void store(N n, C* p) { *p = n; }
   using Memory = typename Registers<C>::Memory;
 };
-// Of a block, whose rest is filled up.
+// Of a block.
 template <class C>
 struct Rows {
   using N = Row<C>;
@@ -310,15 +363,6 @@ struct Rows {
   static constexpr bool kRows = true;
   static N load(const Block<C>& block, int64_t) {
     return block.uniform ? N::of(*block.data) : N::view(RowPool<C>::of_thread(), block.data);
-  }
-  static N load(const Block<C>& block, int64_t j, int count) {
-    auto& pool = RowPool<C>::of_thread();
-    if (block.uniform || count == pool.lanes) return load(block, j);
-    C* out;
-    N n = N::fresh(pool, out);
-    convert(block.data, out, count);
-    std::fill(out + count, out + pool.lanes, C(0));
-    return n;
   }
   // Where the elements are: `p` if they were one value.
   static const C* place(const N& n, C* p, int64_t count) {
@@ -337,8 +381,9 @@ struct Rows {
     mutable std::tuple<RowStore<N>, RowStore<Keyed<N>>> stores_;
   };
 };
-template <class Op, Mode mode, class C>
-using Numbers = std::conditional_t<has_direction(mode), Elements<C>, std::conditional_t<Op::kDynamic, Rows<C>, Registers<C>>>;
+template <class Op, Mode mode, class C, class Register>
+using Numbers = std::conditional_t<has_direction(mode), Elements<C>,
+                                   std::conditional_t<Op::kDynamic, Rows<C>, Registers<C, Register>>>;
 
 // ---- codes ------------------------------------------------------------------------------------------------------
 
@@ -447,11 +492,13 @@ struct BlockIo {
   }
 };
 
-template <class Op, Mode mode, class C>
+// `Stored` is what x, g and the result are read and written as: Block<C>, or Narrow where all of them are flat.
+template <class Op, Mode mode, class C, class Stored = Block<C>, class Register = at::vec::Vectorized<C>>
 void run(const Op& op, const Request& r, const Geometry& geometry, const CpuRange& range) {
-  using Number = Numbers<Op, mode, C>;
+  using Number = Numbers<Op, mode, C, Register>;
   using N = typename Number::N;
   constexpr int O = Op::kOperands, kSlots = O > 0 ? O : 1;
+  constexpr bool narrow = std::is_same_v<Stored, Narrow>;
   constexpr int64_t kLanes = Number::kLanes;
   constexpr bool gradients = has_operand_gradients(mode), directions = has_direction(mode), spread = !Number::kRows;
   Input<C> x, g, u, operand[kSlots], v[directions ? kSlots : 1];
@@ -460,71 +507,92 @@ void run(const Op& op, const Request& r, const Geometry& geometry, const CpuRang
   if constexpr (gradients) g.open(r.g.data, r.dtype, geometry, kG, range.begin);
   if constexpr (directions) u.open(r.u.data, r.dtype, geometry, kU, range.begin);
   for (int n = 0; n < full_outputs(mode); ++n) full[n].open(r.out[n].data, r.dtype, geometry, kOut + n, range.begin);
-  const int operands = kDecodes<Op> ? O : r.operands;
+  const int operands = kDecodes<Op> || kExact<Op> ? O : r.operands;
   for (int k = 0; k < operands; ++k) {
-    const auto& from = r.operand[k];
-    operand[k].open(from.data, from.dtype, geometry, kOperand + k, range.begin, static_cast<C>(from.value));
+    int given = k;
+    if constexpr (kExact<Op>) given = op.operand_from(k);
+    const auto& from = r.operand[given];
+    operand[k].open(from.data, from.dtype, geometry, kOperand + given, range.begin, static_cast<C>(from.value));
     if constexpr (directions)
       v[k].open(r.v[k].data, r.v[k].dtype, geometry, kV + k, range.begin, static_cast<C>(r.v[k].value));
-    const auto& to = r.operand_gradient[k];
-    if constexpr (gradients) gradient[k].open(to.data, to.dtype, geometry, kGradient + k, range.begin, range.sums[k]);
+    const auto& to = r.operand_gradient[given];
+    if constexpr (gradients)
+      gradient[k].open(to.data, to.dtype, geometry, kGradient + given, range.begin, range.sums[given]);
   }
   Scalar<C> scalars[Op::kScalars > 0 ? Op::kScalars : 1];
-  for (int s = 0; s < Op::kScalars; ++s) scalars[s] = Scalar<C>::of(static_cast<C>(r.scalars[s]));
+  for (int s = 0; s < Op::kScalars; ++s) {
+    int given = s;
+    if constexpr (kExact<Op>) given = op.scalar_from(s);
+    scalars[s] = Scalar<C>::of(static_cast<C>(r.scalars[given]));
+  }
   std::conditional_t<mode == Mode::coded, CodeWriter, const Request&> codes(r);
   constexpr int64_t kRegister = at::vec::Vectorized<C>::size() * (Number::kRows ? kSideBySide : 1);
   auto& pool = RowPool<C>::of_thread();
+  pool.reduced = mode == Mode::forward && has_16_bits(r.dtype);
 
   typename Number::Memory memory;
   for (int64_t begin = range.begin; begin < range.end; begin += kBlock) {
     const int64_t count = std::min(kBlock, range.end - begin);
     pool.lanes = (count + kRegister - 1) / kRegister * kRegister;
     const Block<C> nothing{nullptr, false};
-    const Block<C> px = x.template next<spread>(count);
-    Block<C> pg = nothing, pu = nothing, po[kSlots], pv[kSlots];
+    Block<C> px = nothing, pg = nothing, pu = nothing, po[kSlots], pv[kSlots];
     C *pfull[2] = {}, *pgradient[kSlots] = {};
-    if constexpr (gradients) pg = g.template next<spread>(count);
+    const Narrow *nx = nullptr, *ng = nullptr;
+    Narrow* nfull = nullptr;
+    if constexpr (narrow) {
+      nx = x.next_narrow(count);
+      if constexpr (gradients) ng = g.next_narrow(count);
+      nfull = full[0].next_narrow(count);
+    } else {
+      px = x.template next<spread>(count);
+      if constexpr (gradients) pg = g.template next<spread>(count);
+      for (int n = 0; n < full_outputs(mode); ++n) pfull[n] = full[n].next(count);
+    }
     if constexpr (directions) pu = u.template next<spread>(count);
     for (int k = 0; k < operands; ++k) {
       po[k] = operand[k].template next<spread>(count);
       if constexpr (directions) pv[k] = v[k].template next<spread>(count);
-      if constexpr (gradients) pgradient[k] = gradient[k].next();
+      if constexpr (gradients) pgradient[k] = gradient[k].next(count);
     }
-    for (int n = 0; n < full_outputs(mode); ++n) pfull[n] = full[n].next();
 
-    // Of the elements from j on, as many as `rest` says, if it does.
-    const auto step = [&](int64_t j, auto... rest) {
-      const auto load = [&](int k, auto direction) {
-        return Number::load(direction ? pv[k] : po[k], j, rest...);
-      };
-      const auto put = [&](const N& n, Output<C>& to, C* p) {
-        if constexpr (Number::kRows) {
-          if (to.wanted()) to.close(Number::place(n, p, count), count);
-        } else {
-          Number::store(n, p + j, rest...);
-        }
-      };
-      const auto take = [&](int k, const N& value) { put(value, gradient[k], pgradient[k]); };
+    const auto put = [&](const N& n, Output<C>& to, C* p, int64_t j) {
+      if constexpr (Number::kRows) {
+        if (to.wanted()) to.close(Number::place(n, p, count), count);
+      } else {
+        Number::store(n, p + j);
+      }
+    };
+    const auto results = [&](const N& x, const N& g, int64_t j) FUSED_ACT_LAMBDA {
+      const auto load = [&](int k, auto direction) { return Number::load(direction ? pv[k] : po[k], j); };
+      const auto take = [&](int k, const N& value) { put(value, gradient[k], pgradient[k], j); };
       BlockIo<N, Op, typename Number::Memory, decltype(load), decltype(take)> io{r, memory, begin + j, load, take};
-      const N zero = constant<N>(C(0));
-      const Outputs<N> out = evaluate<mode>(op, scalars, Number::load(px, j, rest...),
-                                            gradients ? Number::load(pg, j, rest...) : zero,
-                                            directions ? Number::load(pu, j, rest...) : zero, r.u.data != nullptr, io);
-      for (int n = 0; n < full_outputs(mode); ++n) put(out.full[n], full[n], pfull[n]);
+      const N u = directions ? Number::load(pu, j) : constant<N>(C(0));
+      const Outputs<N> out = evaluate<mode>(op, scalars, x, g, u, r.u.data != nullptr, io);
       if constexpr (mode == Mode::coded && Number::kRows) {
         const RowReader<C> slope(out.full[1]);
         for_each_register<true>(pool, [&](int64_t i) { codes.write(i, slope[i]); });
       } else if constexpr (mode == Mode::coded) {
         codes.write(j, out.full[1]);
       }
+      return out;
     };
-    int64_t j = 0;
-    for (; j + kLanes <= count; j += kLanes) step(j);
-    if (const int rest = static_cast<int>(count - j)) step(j, rest);
+    const N zero = constant<N>(C(0));
+    for (int64_t j = 0; j < count; j += narrow ? 2 * kLanes : kLanes) {
+      if constexpr (narrow) {
+        Pair x{zero, zero}, g{zero, zero};
+        if (nx) x = load_pair(nx + j, r.dtype);
+        if (ng) g = load_pair(ng + j, r.dtype);
+        const N low = results(x[0], g[0], j).full[0], high = results(x[1], g[1], j + kLanes).full[0];
+        store_pair({low, high}, nfull + j, r.dtype);
+      } else {
+        const Outputs<N> out = results(Number::load(px, j), gradients ? Number::load(pg, j) : zero, j);
+        for (int n = 0; n < full_outputs(mode); ++n) put(out.full[n], full[n], pfull[n], j);
+      }
+    }
 
     if constexpr (mode == Mode::coded) codes.close(begin, count);
     if constexpr (!Number::kRows) {
-      for (int n = 0; n < full_outputs(mode); ++n) full[n].close(pfull[n], count);
+      for (int n = 0; n < full_outputs(mode); ++n) narrow ? full[n].close_narrow(nfull, count) : full[n].close(pfull[n], count);
       for (int k = 0; gradients && k < operands; ++k) gradient[k].close(pgradient[k], count);
     }
   }
@@ -549,16 +617,66 @@ void run_program(const Request& r, const Geometry& geometry, const CpuRange& ran
   }
 }
 
+// An operator that is not a Program, for numbers of 16 bits, too. (Not at the DEFAULT level, whose registers are emulated.)
+template <class Op, Mode mode>
+void run_chain(const Op& op, const Request& r, const Geometry& geometry, const CpuRange& range) {
+#if !defined(CPU_CAPABILITY_DEFAULT)
+  if (has_16_bits(r.dtype)) {
+    using Register = std::conditional_t<Op::kHeavy && mode == Mode::forward, ReducedRegister, at::vec::Vectorized<float>>;
+    if ((!r.x.data || geometry.flat(kX)) && (!r.g.data || geometry.flat(kG)) && geometry.flat(kOut))
+      return run<Op, mode, float, Narrow, Register>(op, r, geometry, range);
+    return run<Op, mode, float, Block<float>, Register>(op, r, geometry, range);
+  }
+#endif
+  run<Op, mode, float>(op, r, geometry, range);
+}
+
+#if !defined(CPU_CAPABILITY_DEFAULT)
+// What is compiled for all of a Program (forms.h): without rows, which write what each step gives to the L1 cache.
+template <class Form>
+bool run_if_form(const Request& r, const Geometry& geometry, const CpuRange& range) {
+  constexpr Mode training = Form::kCoded ? Mode::coded : Mode::backward;
+  Form form;
+  if ((r.mode != Mode::forward && r.mode != training) || !form.matches(r.program)) return false;
+  r.mode == training ? run_chain<Form, training>(form, r, geometry, range)
+                     : run_chain<Form, Mode::forward>(form, r, geometry, range);
+  return true;
+}
+template <class... Form>
+bool run_first_form(Types<Form...>, const Request& r, const Geometry& geometry, const CpuRange& range) {
+  return (run_if_form<Form>(r, geometry, range) || ...);
+}
+template <class Step>
+bool run_form_of(const Request& r, const Geometry& geometry, const CpuRange& range) {
+  if constexpr (kHasFrame<Step, false>)
+    if (run_first_form(Forms<Step>{}, r, geometry, range)) return true;
+  if constexpr (kHasFrame<Step, true>) return run_first_form(FormsOfPairs<Step>{}, r, geometry, range);
+  return false;
+}
+bool run_form(const Request& r, const Geometry& geometry, const CpuRange& range) {
+#define FUSED_ACT_ENTRY(STEP) &run_form_of<STEP>,
+  static constexpr bool (*functions[])(const Request&, const Geometry&, const CpuRange&) = {
+      FUSED_ACT_STEPS(FUSED_ACT_ENTRY)};
+#undef FUSED_ACT_ENTRY
+  Frame frame;
+  Code activation;
+  return match_frame(r.program, frame, activation) && functions[int(activation)](r, geometry, range);
+}
+#endif
+
 // Compiled for the two modes of training in the compute type float32; all else runs as a program.
 template <class Op>
 void run_operator(const Request& r, const Geometry& geometry, const CpuRange& range) {
   if (r.dtype == Dtype::f64) return run_program<double>(r, geometry, range);
   if constexpr (!Op::kDynamic) {
-    if (r.mode == Mode::forward) return run<Op, Mode::forward, float>(Op{}, r, geometry, range);
-    if (r.mode == Mode::backward) return run<Op, Mode::backward, float>(Op{}, r, geometry, range);
+    if (r.mode == Mode::forward) return run_chain<Op, Mode::forward>(Op{}, r, geometry, range);
+    if (r.mode == Mode::backward) return run_chain<Op, Mode::backward>(Op{}, r, geometry, range);
     if constexpr (!Op::kHeavy)
-      if (r.mode == Mode::coded) return run<Op, Mode::coded, float>(Op{}, r, geometry, range);
+      if (r.mode == Mode::coded) return run_chain<Op, Mode::coded>(Op{}, r, geometry, range);
   }
+#if !defined(CPU_CAPABILITY_DEFAULT)
+  if (run_form(r, geometry, range)) return;
+#endif
   if (r.mode == Mode::coded) return run<LightProgram, Mode::coded, float>(LightProgram{r.program}, r, geometry, range);
   run_program<float>(r, geometry, range);
 }
@@ -567,7 +685,7 @@ template <int operands, bool two>
 void run_decoder(const Request& r, const Geometry& geometry, const CpuRange& range) {
   using Op = Decoder<operands, two>;
   const Op op = Op::of(r.table, r.scalars);
-  if (r.mode == Mode::coded_backward) return run<Op, Mode::backward, float>(op, r, geometry, range);
+  if (r.mode == Mode::coded_backward) return run_chain<Op, Mode::backward>(op, r, geometry, range);
 #if defined(CPU_CAPABILITY_DEFAULT)
   run<Op, Mode::jvp, float>(op, r, geometry, range);
 #endif

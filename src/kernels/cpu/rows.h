@@ -28,6 +28,7 @@ class RowPool {
   };
 
   int64_t lanes = kBlock;
+  bool reduced = false;  // whether values are rounded to 16 bits
 
   static RowPool& of_thread() {
     thread_local RowPool pool;
@@ -214,15 +215,10 @@ struct Evaluator<Row<C>> {
 
   template <class Step>
   static __attribute__((noinline)) N apply(const N& x, const N& operand, const Scalar<C>* s) {
-    const auto at = [&](const Vec& a, const Vec& b) { return Step::template apply<Vec>(a, &b, s); };
-    if (is_one_value<Step>(x, operand)) return N::of(first_lane(at(Vec(x.value()), Vec(operand.value()))));
     auto& pool = pool_of(x, operand);
-    C* out;
-    N r = N::fresh(pool, out);
-    read<Step>(x, operand, [&](const auto& px, const auto& po) {
-      for_each_register<!Step::heavy>(pool, [&](int64_t j) { at(px(j), po(j)).store(out + j); });
-    });
-    return r;
+    if constexpr (Step::heavy)
+      if (pool.reduced) return apply_on<Step, typename Reduced<C>::Register>(pool, x, operand, s);
+    return apply_on<Step, Vec>(pool, x, operand, s);
   }
   template <class Step>
   static __attribute__((noinline)) auto linearize(const N& x, const N& operand, const Scalar<C>* s) {
@@ -266,6 +262,17 @@ struct Evaluator<Row<C>> {
   }
 
  private:
+  template <class Step, class Register>
+  static N apply_on(RowPool<C>& pool, const N& x, const N& operand, const Scalar<C>* s) {
+    const auto at = [&](const Register& a, const Register& b) { return Step::template apply<Register>(a, &b, s); };
+    if (is_one_value<Step>(x, operand)) return N::of(first_lane<C>(at(Vec(x.value()), Vec(operand.value()))));
+    C* out;
+    N r = N::fresh(pool, out);
+    read<Step>(x, operand, [&](const auto& px, const auto& po) {
+      for_each_register<!Step::heavy>(pool, [&](int64_t j) { at(px(j), po(j)).store(out + j); });
+    });
+    return r;
+  }
   template <class Step>
   static bool is_one_value(const N& x, const N& operand) {
     return x.is_uniform() && (!kTakes<Step, 'T'> || operand.is_uniform());

@@ -102,22 +102,28 @@ struct VectorFunctions<at::vec::Vectorized<float>> {
 };
 #endif
 
-template <class C>
-struct Arithmetic<at::vec::Vectorized<C>> : VectorFunctions<at::vec::Vectorized<C>> {
-  using N = at::vec::Vectorized<C>;
+// That of N, which is a register or derived from one.
+template <class N, class C>
+struct RegisterArithmetic : VectorFunctions<at::vec::Vectorized<C>> {
+  using Register = at::vec::Vectorized<C>;
+  using Functions = VectorFunctions<Register>;
   using Compute = C;
-  using Mask = N;  // all bits of a lane set or clear
+  using Mask = Register;  // all bits of a lane set or clear
 
-  static N constant(C c) { return N(c); }
+  static N constant(C c) { return Register(c); }
   static N add(const N& a, const N& b) { return a + b; }
   static N sub(const N& a, const N& b) { return a - b; }
   static N mul(const N& a, const N& b) { return a * b; }
-  static N divide(const N& a, const Scalar<C>& s) { return a / N(s.value); }
+  static N divide(const N& a, const Scalar<C>& s) { return a / Register(s.value); }
   static N quotient(const N& a, const N& b) { return a / b; }
   static N ratio(const N& a, const N& b) { return a / b; }
-  static N estimate_reciprocal(const N& a) { return N(C(1)) / a; }
+  static N estimate_reciprocal(const N& a) { return Register(C(1)) / a; }
   static N negative(const N& a) { return a.neg(); }
   static N absolute(const N& a) { return a.abs(); }
+  static N exp(const N& a) { return Functions::exp(a); }
+  static N exp2(const N& a) { return Functions::exp2(a); }
+  static N exp_falling(const N& a) { return Functions::exp_falling(a); }
+  static N expm1(const N& a) { return Functions::expm1(a); }
   static N log1p(const N& a) { return a.log1p(); }
   static N tanh(const N& a) { return a.tanh(); }
   static N log(const N& a) { return a.log(); }
@@ -126,14 +132,14 @@ struct Arithmetic<at::vec::Vectorized<C>> : VectorFunctions<at::vec::Vectorized<
   // at::vec::fmadd is an FMA where the instruction set is known to have one; elsewhere it is a product and a sum.
   static N fma(const N& a, const N& b, const N& c) {
 #if defined(CPU_CAPABILITY_AVX2) || defined(CPU_CAPABILITY_AVX512)
-    return at::vec::fmadd(a, b, c);
+    return at::vec::fmadd<C>(a, b, c);
 #else
     C x[N::size()], y[N::size()], z[N::size()];
     a.store(x);
     b.store(y);
     c.store(z);
     for (int i = 0; i < N::size(); ++i) z[i] = std::fma(x[i], y[i], z[i]);
-    return N::loadu(z);
+    return Register::loadu(z);
 #endif
   }
 
@@ -141,11 +147,41 @@ struct Arithmetic<at::vec::Vectorized<C>> : VectorFunctions<at::vec::Vectorized<
   static Mask less_equal(const N& a, const N& b) { return a <= b; }
   static Mask equal(const N& a, const N& b) { return a == b; }
 
-  static Mask mask(bool m) { return m ? N(C(0)) == N(C(0)) : N(C(0)); }
+  static Mask mask(bool m) { return m ? Register(C(0)) == Register(C(0)) : Register(C(0)); }
   static Mask both(const Mask& a, const Mask& b) { return a & b; }
   static Mask either(const Mask& a, const Mask& b) { return a | b; }
   static Mask negate(const Mask& a) { return a ^ mask(true); }
-  static N select(const Mask& m, const N& a, const N& b) { return N::blendv(b, a, m); }
+  static N select(const Mask& m, const N& a, const N& b) { return Register::blendv(b, a, m); }
 };
+template <class C>
+struct Arithmetic<at::vec::Vectorized<C>> : RegisterArithmetic<at::vec::Vectorized<C>, C> {};
+
+#if defined(CPU_CAPABILITY_AVX2) || defined(CPU_CAPABILITY_AVX512)
+// A register for results of 16 bits (kReduced).
+inline namespace CPU_CAPABILITY {
+struct ReducedRegister : at::vec::Vectorized<float> {
+  ReducedRegister() = default;
+  ReducedRegister(const at::vec::Vectorized<float>& r) : Vectorized(r) {}
+};
+}  // namespace CPU_CAPABILITY
+template <>
+struct Arithmetic<ReducedRegister> : RegisterArithmetic<ReducedRegister, float> {};
+template <>
+inline constexpr bool kReduced<ReducedRegister> = true;
+#endif
+
+inline namespace CPU_CAPABILITY {
+// The register for values of a heavy step that are rounded to 16 bits.
+template <class C>
+struct Reduced {
+  using Register = at::vec::Vectorized<C>;
+};
+#if defined(CPU_CAPABILITY_AVX2) || defined(CPU_CAPABILITY_AVX512)
+template <>
+struct Reduced<float> {
+  using Register = ReducedRegister;
+};
+#endif
+}  // namespace CPU_CAPABILITY
 
 }  // namespace fused_act
