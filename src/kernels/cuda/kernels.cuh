@@ -330,26 +330,28 @@ __device__ __forceinline__ Lanes<C, G::kLanes> load_operand(const OperandArg<C>&
     }
     return out;
   }
-  if (o.access == Access::constant) return constant<N>(o.value);
-  if (o.access == Access::scalar) return constant<N>(number(0));
-  if (o.access == Access::rows) {
+  if (o.access == Access::rows) {  // the same in bfloat16, where its rows are no whole vectors
     place.find(o, at);
     N out;
 #pragma unroll
     for (int p = 0; p < G::kParts; ++p) {
       const bool some = at.whole || at.i[p] < at.end;
       const C here = some ? number(int64_t(place.channel[p]) * o.stride) : C(0);
-      const Index left = Index(o.inner) - place.rest[p];
-      C next = here;
-      if (some && left < n) {
-        const Index channel = place.channel[p] + 1 == Index(o.channels) ? 0 : place.channel[p] + 1;
-        next = number(int64_t(channel) * o.stride);
-      }
 #pragma unroll
-      for (int j = 0; j < n; ++j) out.lane[p * n + j] = Index(j) < left ? here : next;
+      for (int j = 0; j < n; ++j) out.lane[p * n + j] = here;
+      const Index left = Index(o.inner) - place.rest[p];
+      if (some && left < n) {  // few: what tells the two channels apart is theirs alone
+        const Index channel = place.channel[p] + 1 == Index(o.channels) ? 0 : place.channel[p] + 1;
+        const C next = number(int64_t(channel) * o.stride);
+#pragma unroll
+        for (int j = 1; j < n; ++j)
+          if (Index(j) >= left) out.lane[p * n + j] = next;
+      }
     }
     return out;
   }
+  if (o.access == Access::constant) return constant<N>(o.value);
+  if (o.access == Access::scalar) return constant<N>(number(0));
   if (Can::kAny && G::kBytes == 2 && o.dtype == Dtype::f32)
     return load_vectors<int(sizeof(C)), Can>(o, at, place);
   return load_vectors<G::kBytes, Can>(o, at, place);
