@@ -721,21 +721,34 @@ def test_a_form_gives_what_its_steps_give(form, act, dtype, device):
     act = getattr(torch.nn.functional, act)
     alone = fused_act.fuse(lambda x, b, s, u: FORMS[form](act, x, b, s, u))
     followed = fused_act.fuse(lambda x, b, s, u: FORMS[form](act, x, b, s, u) * 1.0 * 1.0)
-    for shape in ((3, 2, 5, 1), (2, 7, 33, 31), (3, 4, 64, 64)):
-        full, u = (cases.filled(shape, dtype, seed=n).to(device) for n in (3, 4))
+    for shape in ((1, 1, 1, 1), (3, 2, 5, 1), (2, 7, 33, 31), (3, 4, 64, 64)):
+        *outer, width = shape
+        wide, u, go = (cases.filled((*outer, n * width + 1), dtype, seed=n).to(device) for n in (2, 3, 4))
         b, s = (cases.filled((shape[1], 1, 1), dtype, seed=n).to(device) for n in (5, 6))
-        last = torch.channels_last
-        for x in (full, full.contiguous(memory_format=last), full.transpose(0, 1).contiguous().transpose(0, 1)):
-            leaves = [t.detach().clone().requires_grad_() for t in (x, b, s, u)]
-            results = []
-            for f in (alone, followed):
-                y = f(*leaves)
-                gradients = torch.autograd.grad(y, leaves, torch.ones_like(y), allow_unused=True)
-                results.append([f(*(t.detach() for t in leaves)), y, *gradients])
-            for got, want in zip(*results):
-                if got is None:
-                    assert want is None
-                elif got.shape == x.shape or device.type == "cpu":
-                    assert_same(got, want)
-                else:  # sums, in another order
-                    torch.testing.assert_close(got, want, rtol=2e-2, atol=1e-1)
+        dense = wide[..., :width].contiguous()
+        last = dense.contiguous(memory_format=torch.channels_last)
+        for x in (
+            dense,
+            last,
+            dense.transpose(0, 1).contiguous().transpose(0, 1),
+            wide[..., 1::2],
+            wide[..., 1 : 1 + width],
+        ):
+            for needs in ((1, 1, 1, 1), (0, 1, 1, 1), (1, 0, 0, 0)):
+                tensors = (x, b, s, u[..., :width])
+                leaves = [t.detach().requires_grad_(bool(n)) for t, n in zip(tensors, needs)]
+                asked = [t for t in leaves if t.requires_grad]
+                results = []
+                for f in (alone, followed):
+                    y = f(*leaves)
+                    gradients = [None] * len(asked)
+                    if y.requires_grad:  # not where no operand of the form is asked for
+                        gradients = torch.autograd.grad(y, asked, go[..., :width], allow_unused=True)
+                    results.append([f(*(t.detach() for t in leaves)), y, *gradients])
+                for got, want in zip(*results):
+                    if got is None:
+                        assert want is None
+                    elif got.shape == x.shape or device.type == "cpu":
+                        assert_same(got, want)
+                    else:  # sums, in another order
+                        torch.testing.assert_close(got, want, rtol=2e-2, atol=1e-1)

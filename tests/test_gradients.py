@@ -238,11 +238,11 @@ def subsets(op):
     return [[bool(i >> k & 1) for k in range(n)] for i in range(1, 2**n)]
 
 
-def test_any_subset_of_inputs_may_require_a_gradient(op, device):
-    shape = (3, 5, 4)
-    x = cases.filled(shape, torch.float32, op).to(device)
-    params = cases.make_params(op, shape, torch.float32, device)
-    go = cases.ordinary(torch.float32)[:60].reshape(shape).to(device)
+@pytest.mark.parametrize("shape", [(1, 1), (3, 5, 4), (2, 5, 64), (4, 8, 1024)], ids=str)
+def test_any_subset_of_inputs_may_require_a_gradient(op, dtype, shape, device):
+    x = cases.filled(shape, dtype, op).to(device)
+    params = cases.make_params(op, shape, dtype, device)
+    go = cases.filled(shape, dtype, seed=2).to(device)
     every = run(op, x, params, go)
     for needs in subsets(op):
         leaf = x.detach().requires_grad_(needs[0])

@@ -4,8 +4,8 @@
 // Codes are of float32 arithmetic only.
 //
 // The outputs are walked in blocks that stay in the L1 cache. An input that is dense and already of the compute type
-// is read in place; any other is first gathered and converted into a buffer of its block. So one vector loop serves
-// every dtype and every stride pattern. (There is one more for dense numbers of 16 bits, which it converts as it reads them:
+// is read in place, in whole blocks; any other is first gathered and converted into a buffer of its block. So one vector loop
+// serves every dtype and every stride pattern. (There is one more for dense numbers of 16 bits, which it converts as it reads them:
 // through buffers relu takes 1.5 times as long as eager.)
 #include <ATen/cpu/vec/functional.h>
 #include <c10/util/BFloat16.h>
@@ -158,7 +158,7 @@ struct Narrow {
 };
 
 // One tensor as the vector loop sees it: a run of the compute type for the current block. A block that is not whole, the last
-// one, is always a copy, with zeros behind it, so that the loop knows whole registers alone: code for a rest, too, took the
+// of a range, is always a copy, with zeros behind it, so that the loop knows whole registers alone: code for a rest, too, took the
 // compiler 1.5 times as long. (Not inlined, nor what follows: once in a block a call costs nothing, and 150 copies of it took
 // the compiler 8 s of 66.)
 template <class C>
@@ -623,7 +623,8 @@ void run_chain(const Op& op, const Request& r, const Geometry& geometry, const C
 #if !defined(CPU_CAPABILITY_DEFAULT)
   if (has_16_bits(r.dtype)) {
     using Register = std::conditional_t<Op::kHeavy && mode == Mode::forward, ReducedRegister, at::vec::Vectorized<float>>;
-    if ((!r.x.data || geometry.flat(kX)) && (!r.g.data || geometry.flat(kG)) && geometry.flat(kOut))
+    // What is not there has no strides.
+    if (r.out[0].data && geometry.flat(kOut) && (!r.x.data || geometry.flat(kX)) && (!r.g.data || geometry.flat(kG)))
       return run<Op, mode, float, Narrow, Register>(op, r, geometry, range);
     return run<Op, mode, float, Block<float>, Register>(op, r, geometry, range);
   }
@@ -664,7 +665,8 @@ bool run_form(const Request& r, const Geometry& geometry, const CpuRange& range)
 }
 #endif
 
-// Compiled for the two modes of training in the compute type float32; all else runs as a program.
+// Forward, backward and forward with codes of what is compiled for all of a chain, in the compute type float32; all else runs
+// as a program.
 template <class Op>
 void run_operator(const Request& r, const Geometry& geometry, const CpuRange& range) {
   if (r.dtype == Dtype::f64) return run_program<double>(r, geometry, range);
