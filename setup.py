@@ -36,8 +36,8 @@ RELEASE_ARCHITECTURES = "7.5;8.0;8.6;9.0;10.0;12.0+PTX"
 GIB_PER_COMPILER = 2.5  # bindings.cpp with torch's headers, the largest
 
 CPU_SOURCE = "src/kernels/cpu/cpu.cpp"
-# In rising order: of an inline function that several objects hold, the linker keeps the first, and that one must run on
-# every CPU.
+# In rising order, and linked after all else: of an inline function that several objects hold, the linker keeps the
+# first, and that one must run on every CPU.
 CPU_CAPABILITIES = {"DEFAULT": []}
 if platform.machine() in ("x86_64", "AMD64") and os.environ.get("FUSED_ACT_CPU_SIMD") != "0":
     CPU_CAPABILITIES["AVX2"] = ["-mavx2", "-mfma", "-mf16c"]
@@ -123,7 +123,7 @@ class BuildExtension(cpp_extension.BuildExtension):
                         defines = [f"-DCPU_CAPABILITY={name}", f"-DCPU_CAPABILITY_{name}"]
                         units.append((source, f"cpu_{name}", defines + flags))
                 else:
-                    units.append((source, Path(source).name, []))
+                    units.insert(0, (source, Path(source).name, []))
 
             def compile_unit(unit):
                 source, folder, flags = unit
