@@ -143,8 +143,9 @@ constexpr bool kHasTables = false;
 template <class N>
 using compute_t = typename Arithmetic<N>::Compute;
 
-// Whether results are stored in 16 bits. A formula's relative error may then be 5e-6, and that of their `exp_falling`:
-// what float16's 0.51 ulp leaves beside the rounding, but for one number in a thousand.
+// Whether results are stored in 16 bits. A formula's relative error may then be 5e-6, and that of their `exp_falling`: what
+// float16's 0.51 ulp leaves beside the rounding. Where float16 has ended it may be 4e-5, and either more for one number in a
+// thousand.
 template <class N>
 constexpr bool kReduced = false;
 template <class N>

@@ -451,7 +451,7 @@ FUSED_ACT_FN N sigmoid_slope(const N& x) {
   return ratio(e, mul(d, d));
 }
 
-// 1 / (1 + 2^-t) for t = factor x, without a branch: the power is e^-x on either side of 0. The sum is divided by 2^16, so that
+// 1 / (1 + 2^-t) for t = factor x, without a branch: the power is 2^-t on either side of 0. The sum is divided by 2^16, so that
 // its reciprocal is 0, to a GPU, only where x times it is 0 in bfloat16. But for results of 16 bits the factor has two parts and
 // the power takes what the rounding of t left out: an error of half an ulp in t is one of |t| / 2 ulp in 2^t.
 template <class N>
@@ -465,11 +465,11 @@ FUSED_ACT_FN N logistic_in_base_2(const N& x, const N& factor, const N& factor_l
   if constexpr (kReduced<N>) {
     return inverted(A::exp2(A::fma(turned, factor, constant<N>(-16))));
   } else {
-    constexpr C kLargest = std::is_same_v<C, float> ? 127 : 1023;
+    constexpr C kLargestPower = std::is_same_v<C, float> ? 127 : 1023;
     const N power = shift(mul(turned, factor), C(-16)), e = A::exp2(power);
     const N low = A::fma(turned, factor_low, A::fma(turned, factor, negative(shift(power, C(16)))));
     // Where t may have overflowed `low` is no number. What takes its place keeps an infinite power infinite.
-    const N change = scale(select(below(absolute(power), kLargest), low, constant<N>(C(1e-30))), C(0.6931471805599453));
+    const N change = scale(select(below(absolute(power), kLargestPower), low, constant<N>(C(1e-30))), C(0.6931471805599453));
     return inverted(A::fma(e, change, e));
   }
 }
@@ -487,6 +487,9 @@ FUSED_ACT_FN N sigmoid(const N& x) {
   }
 }
 
+template <class C>
+constexpr C kLargest = std::is_same_v<C, float> ? C(3e38) : C(1e308);
+
 // sigmoid(c x).
 template <class N>
 FUSED_ACT_FN N sigmoid_scaled(const N& x, const Split<compute_t<N>>& c) {
@@ -497,7 +500,9 @@ FUSED_ACT_FN N sigmoid_scaled(const N& x, const Split<compute_t<N>>& c) {
     return smooth(x, sigmoid_scaled(x.value, c), slope);
   } else {
     constexpr Split<C> log2e = Split<C>::of(1.4426950408889634, 2.0355273740931033e-17);
-    const N value = constant<N>(c.value), high = constant<N>(log2e.value), factor = mul(value, high);
+    // The product could overflow, and 0 times it be no number.
+    const N value = constant<N>(c.value), high = constant<N>(log2e.value);
+    const N factor = clamp_between(mul(value, high), -kLargest<C>, kLargest<C>);
     const N rest = A::fma(value, high, negative(factor));
     return logistic_in_base_2(x, factor, A::fma(value, constant<N>(log2e.low), A::fma(constant<N>(c.low), high, rest)));
   }
@@ -573,7 +578,8 @@ FUSED_ACT_FN N softplus_slope(const N& x, compute_t<N> beta, compute_t<N> limit)
 }
 
 // log(1 + e^(beta x)) / beta; x where beta x > limit (F.softplus). Beyond 40, where e^-40 is below half an ulp of 40 in
-// float64 as well, it is x in any case: so a high limit cannot let beta x or the exponential overflow.
+// float64 as well, it is x in any case: so a high limit cannot let beta x or the exponential overflow. (On CUDA what is divided
+// by beta is multiplied by its reciprocal, which is infinite for betas below 2.9e-39.)
 template <class N>
 FUSED_ACT_FN N softplus(const N& x, const Scalar<compute_t<N>>& beta, compute_t<N> limit) {
   using C = compute_t<N>;
@@ -833,11 +839,12 @@ FUSED_ACT_FN N gelu(const N& x) {
 template <class C>
 struct TanhGate {
   static constexpr C c1 = C(1.5957691216057308), c3 = C(0.07135481627260025);
-  // Both by log2(e). The first in parts of which the higher has 20 bits after the point, 48 in float64: as many as its sum with
-  // the rest has up to 16, so that what the sum's rounding left out is known, wherever the gate is not 0.
+  // Both by log2(e). The first in parts of which the higher has 20 bits after the point, 47 in float64: as many as its sum with
+  // the rest has where that is below 16, or 64 in float64, so that what the sum's rounding left out is known wherever the gate is
+  // not 0.
   static constexpr bool kFloat = std::is_same_v<C, float>;
-  static constexpr C linear = kFloat ? C(2.30220794677734375) : C(2.3022081981443243);
-  static constexpr C linear_low = kFloat ? C(2.513669811391339e-07) : C(5.754174702577598e-16);
+  static constexpr C linear = kFloat ? C(2.30220794677734375) : C(2.302208198144328);
+  static constexpr C linear_low = kFloat ? C(2.513669811391339e-07) : C(-2.977296208542741e-15);
   static constexpr Split<C> cubic = Split<C>::of(0.1029432395800235, -5.978177400718744e-18);
 };
 template <class N>
