@@ -630,6 +630,33 @@ def test_a_form_has_its_kernels(form, act, layout, dtype):
     assert len(names) == 2 and "Exact" in names[0] and re.search("Exact|Decoder", names[1]), names
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("act", ["silu", "relu_squared", "gelu"])
+@pytest.mark.parametrize("shape", [(16, 64, 126), (512, 64), (4096, 18), (8, 4098)])
+def test_halves_that_are_no_whole_vectors_are_not_copied(shape, act, dtype):
+    """Forward and backward in one kernel each, with the values of halves that are."""
+    op = getattr(torch.ops.fused_act, act + "_and_mul")
+    start = torch.randn(*shape[:-1], shape[-1] + 3, device="cuda", dtype=dtype)
+    for begin in (0, 1):  # rows with a pitch, too, and one element after a vector's begin
+        x = start[..., begin : begin + shape[-1]]
+        x = (x if begin else x.contiguous()).detach().requires_grad_()
+        go = torch.randn(*shape[:-1], shape[-1] // 2, device="cuda", dtype=dtype)
+        with torch.profiler.profile() as profile:
+            y = op(x)
+            (grad,) = torch.autograd.grad(y, x, go)
+            torch.cuda.synchronize()
+        names = [e.name for e in profile.events() if re.search("_kernel", e.name)]
+        assert len(names) == 2 and all("Exact" in name for name in names), names
+        padded = torch.zeros(*shape[:-1], 2, -(-shape[-1] // 32) * 16, device="cuda", dtype=dtype)
+        padded[..., : shape[-1] // 2] = x.detach().unflatten(-1, (2, -1))
+        whole = padded.flatten(-2).requires_grad_()
+        wide = torch.zeros(*shape[:-1], padded.shape[-1], device="cuda", dtype=dtype)
+        wide[..., : go.shape[-1]] = go
+        (want,) = torch.autograd.grad(op(whole), whole, wide)
+        assert_same(y, op(whole.detach())[..., : go.shape[-1]].contiguous())
+        assert_same(grad, want.unflatten(-1, (2, -1))[..., : go.shape[-1]].flatten(-2))
+
+
 @pytest.mark.slow
 def test_a_form_of_more_than_2_31_elements():
     """Its kernels have indices of 32 bits: others take over, forward and backward, the bias's sum included."""

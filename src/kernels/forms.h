@@ -112,6 +112,13 @@ constexpr bool kExact<Exact<Form, beside, along>> = true;
 template <class Op>
 constexpr bool kSurrounded = Op::kFramed || kExact<Op>;
 
+// Whether its kernels also take what is no whole vectors: where all operands are as large as x, among them the halves of a
+// tensor whose last dimension has any length. What else does not fit is copied first.
+template <class Op>
+constexpr bool kLoose = false;
+template <class Form, int along>
+constexpr bool kLoose<Exact<Form, Beside::x, along>> = true;
+
 // Whether there are kernels that sum operand gradients; and how many operands these kernels know to lie along the axis of the
 // sums, so that they load them once.
 template <class Op>

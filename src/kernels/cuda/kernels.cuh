@@ -109,21 +109,23 @@ enum class Access : int {
 };
 
 // How a full tensor lies: element i of the walk is at i + i / inner * extra, or at 2 i where the tensor has every second
-// element of a buffer.
+// element of a buffer. A loose one has rows that are no whole vectors, or begins between two.
 struct Lay {
   uint32_t extra = 0;
-  bool pair = false;
+  bool pair = false, loose = false;
 };
 
 // What a thread takes at a time: `parts` vectors of 16 bytes of x, of whose elements those in [start, end) are wanted. An
 // index has 32 bits where a tensor has less than 2^31 elements, 64 where that is not known. Whole groups, nearly all, are
-// told apart once: what that saves is a third of the instructions of a bias and an activation.
-template <int bytes, int parts, class I>
+// told apart once: what that saves is a third of the instructions of a bias and an activation. `loose`: whether a tensor may be.
+template <int bytes, int parts, class I, bool loose = false>
 struct Group {
   using Index = I;
+  static constexpr bool kLoose = loose;
   static constexpr int kBytes = bytes, kParts = parts, n = kVector<bytes>, kLanes = n * parts;
   Index i[parts], start, end;
   Index row[parts] = {};  // only where a tensor has a pitch
+  Index left = 0;         // and where one may be loose: how many elements there are up to the end of the row
   bool whole;
 
   // All of one vector.
@@ -159,6 +161,10 @@ struct Group {
     asm("mad.wide.u32 %0, %1, %2, %3;" : "=l"(at) : "r"(uint32_t(row[p])), "r"(lay.extra), "l"(int64_t(i[p])));
     return lay.pair ? 2 * at : at;
   }
+  // That of element j of a loose tensor, of which a row has a vector's elements at least.
+  __device__ __forceinline__ int64_t loose_offset(const Lay& lay, int j) const {
+    return offset(lay, 0) + j + (Index(j) < left ? 0 : lay.extra);
+  }
 };
 
 template <class C>
@@ -187,6 +193,14 @@ __device__ __forceinline__ Bits<bytes, G::kLanes> load_full(const void* p, const
 #pragma unroll
     for (int j = 0; j < n; ++j) out.set(part * n + j, bits.get(first + j * step));
   };
+  if constexpr (G::kLoose) {
+    if (lay.loose) {
+      const auto* from = static_cast<const typename Bits<bytes, n>::Word*>(p);
+#pragma unroll
+      for (int j = 0; j < n; ++j) out.set(j, from[at.loose_offset(lay, j)]);
+      return out;
+    }
+  }
   if (!at.whole) {
     const auto* from = static_cast<const typename Bits<bytes, n>::Word*>(p);
     const G cut = at.cut();
@@ -224,6 +238,14 @@ __device__ __forceinline__ void store_pairs(void* p, const G& at, const Lanes<C,
 template <int bytes, class G>
 __device__ __forceinline__ void store_full(void* p, const Lay& lay, const G& at, const Bits<bytes, G::kLanes>& bits) {
   constexpr int n = G::n;
+  if constexpr (G::kLoose) {
+    if (lay.loose) {
+      auto* to = static_cast<typename Bits<bytes, n>::Word*>(p);
+#pragma unroll
+      for (int j = 0; j < n; ++j) to[at.loose_offset(lay, j)] = bits.get(j);
+      return;
+    }
+  }
   if (at.whole && !lay.pair) {
 #pragma unroll
     for (int part = 0; part < G::kParts; ++part) {
@@ -268,7 +290,7 @@ __device__ __forceinline__ Lanes<C, G::kLanes> load_vectors(const OperandArg<C>&
   using Index = typename G::Index;
   constexpr int n = G::n;
   if (o.access == Access::full)
-    return to_lanes(load_full<false, bytes>(o.data, Can::kAny ? o.lay : Lay{o.lay.extra, Can::kPairs}, at), o.dtype);
+    return to_lanes(load_full<false, bytes>(o.data, Can::kAny ? o.lay : Lay{o.lay.extra, Can::kPairs, o.lay.loose}, at), o.dtype);
   place.find(o, at);
   Bits<bytes, G::kLanes> bits{};
   if (!Can::kAny || (o.access == Access::dense && at.whole)) {
@@ -330,7 +352,7 @@ __device__ __forceinline__ Lanes<C, G::kLanes> load_operand(const OperandArg<C>&
     }
     return out;
   }
-  if (o.access == Access::rows) {  // the same in bfloat16, where its rows are no whole vectors
+  if (o.access == Access::rows) {
     place.find(o, at);
     N out;
 #pragma unroll
@@ -545,7 +567,7 @@ struct VectorIo {
     if (a.emit[k] == Emit::reduce) sums.add(k, plain, at);
     if (a.emit[k] != Emit::store) return;
     if constexpr (kSurrounded<Op>) {
-      store_gradient(a, k, {a.plan.gradient[k].extra, false}, at, plain);
+      store_gradient(a, k, {a.plan.gradient[k].extra, false, a.plan.gradient[k].loose}, at, plain);
     } else {
       store_gradient(a, k, Lay(), at, plain);
     }
@@ -577,17 +599,17 @@ using Vector = Group<bytes, 1, Index>;
 // How x and the result lie.
 template <class Op, class C>
 __device__ __forceinline__ Lay lay_of_x(const Args<Op, C>& a) {
-  if constexpr (kSurrounded<Op>) return {a.plan.x.extra, Op::kPairs};
+  if constexpr (kSurrounded<Op>) return {a.plan.x.extra, Op::kPairs, a.plan.x.loose};
   return {};
 }
 template <class Op, class C>
 __device__ __forceinline__ Lay lay_of_out(const Args<Op, C>& a) {
-  if constexpr (kSurrounded<Op>) return {a.plan.out.extra, false};
+  if constexpr (kSurrounded<Op>) return {a.plan.out.extra, false, a.plan.out.loose};
   return {};
 }
 template <class Op, class C>
 __device__ __forceinline__ Lay lay_of_g(const Args<Op, C>& a) {
-  if constexpr (kSurrounded<Op>) return {a.plan.g.extra, false};
+  if constexpr (kSurrounded<Op>) return {a.plan.g.extra, false, a.plan.g.loose};
   return {};
 }
 
@@ -641,9 +663,9 @@ __device__ __forceinline__ void evaluate_taken(const Args<Op, Compute<bytes>>& a
   }
 }
 
-template <class Op, int bytes, Mode mode, class Index, class Sums>
-__device__ __forceinline__ void process(const Args<Op, Compute<bytes>>& a, const Vector<bytes, Index>& at, Sums& sums) {
-  VectorIo<Op, mode, Vector<bytes, Index>, Sums> io{a, at, sums};
+template <class Op, int bytes, Mode mode, class G, class Sums>
+__device__ __forceinline__ void process(const Args<Op, Compute<bytes>>& a, const G& at, Sums& sums) {
+  VectorIo<Op, mode, G, Sums> io{a, at, sums};
   const auto taken = Taken<Op, bytes, mode>::of(a, at);
   io.load();
   evaluate_taken<Op, bytes, mode>(a, taken, io);
@@ -676,9 +698,13 @@ __global__ void __launch_bounds__(kThreads, tuning::flat_residents<Op>(mode, kVe
   if constexpr (kSurrounded<Op>) {
     const uint32_t i = (blockIdx.x * kThreads + threadIdx.x) * kVector<bytes>, numel = uint32_t(a.numel);
     if (!all_run && i >= numel) return;
-    using At = Vector<bytes, uint32_t>;
+    using At = Group<bytes, 1, uint32_t, kLoose<Op>>;
     At at = all_run ? At(i, 0, 0, numel) : At(i);
-    if (a.plan.pitched) at.row[0] = a.plan.by_inner.quotient(i);
+    if (a.plan.pitched) {
+      const uint32_t inner = uint32_t(a.plan.by_inner.divisor);
+      at.row[0] = a.plan.by_inner.quotient(i);
+      at.left = inner - (i - at.row[0] * inner);
+    }
     process<Op, bytes, mode>(a, at, sums);
   } else {
     const Index i = (Index(blockIdx.x) * kThreads + threadIdx.x) * kVector<bytes>, numel = Index(a.numel);

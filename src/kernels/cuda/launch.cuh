@@ -173,7 +173,7 @@ class Launcher {
   }
   bool is_full(const Request::OperandGradient& g) const { return g.data && g.numel == request_.numel; }
 
-  // Finds out how a full tensor lies: flat, in rows with a pitch, or as one half of pairs.
+  // Finds out how a full tensor lies: flat, in rows with a pitch, as one half of pairs, or loose.
   void look(const void* p, int row, Lay& lay, Dtype dtype) {
     if (!p) return;
     if (aligned(p) && geometry_.flat(row)) return;
@@ -184,9 +184,13 @@ class Launcher {
     if (request_.pairs && space.ndim == 1 && stride[0] == 2 &&
         aligned(static_cast<const char*>(p) - reinterpret_cast<uintptr_t>(p) / size % 2 * size)) {
       lay.pair = true;
-    } else if (space.ndim == 2 && stride[1] == 1 && aligned(p) && stride[0] * size % 16 == 0 &&
-               space.sizes[1] % kElements == 0 && stride[0] > space.sizes[1] && stride[0] < (int64_t(1) << 32)) {
+    } else if (kLoose<Op> && space.flat(row)) {
+      lay.loose = true;
+    } else if (space.ndim == 2 && stride[1] == 1 && stride[0] > space.sizes[1] && stride[0] < (int64_t(1) << 32) &&
+               space.sizes[1] >= kElements) {
       lay.extra = static_cast<uint32_t>(stride[0] - space.sizes[1]);
+      lay.loose = !aligned(p) || stride[0] * size % 16 != 0 || space.sizes[1] % kElements != 0;
+      vectors_ &= kLoose<Op> || !lay.loose;
       if constexpr (kWalks) {
         args_.plan.pitched = true;
         args_.plan.by_inner = Divider::of(space.sizes[1], request_.numel);
