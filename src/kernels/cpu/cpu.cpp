@@ -5,8 +5,8 @@
 //
 // The outputs are walked in blocks that stay in the L1 cache. An input that is dense and already of the compute type
 // is read in place, in whole blocks; any other is first gathered and converted into a buffer of its block. So one vector loop
-// serves every dtype and every stride pattern. (There is one more for dense numbers of 16 bits, which it converts as it reads them:
-// through buffers relu takes 1.5 times as long as eager.)
+// serves every dtype and every stride pattern. (There is one more for dense numbers of 16 bits, which it converts as it reads
+// them: through buffers relu takes 1.5 times as long as eager.)
 #include <ATen/cpu/vec/functional.h>
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
@@ -158,8 +158,8 @@ struct Narrow {
 };
 
 // One tensor as the vector loop sees it: a run of the compute type for the current block. A block that is not whole, the last
-// of a range, is always a copy, with zeros behind it, so that the loop knows whole registers alone: code for a rest, too, took the
-// compiler 1.5 times as long. (Not inlined, nor what follows: once in a block a call costs nothing, and 150 copies of it took
+// of a range, is always a copy, with zeros behind it, so that the loop knows whole registers alone: with code for a rest, too,
+// the compiler takes twice as long. (Not inlined, nor what follows: once in a block a call costs nothing, and 150 copies of it took
 // the compiler 8 s of 66.)
 template <class C>
 class Input {

@@ -24,8 +24,9 @@ inline constexpr bool kExactFalling<at::vec::Vectorized<float>> = true;
 template <>
 inline constexpr bool kHasTables<at::vec::Vectorized<float>> = true;
 
-// Inlined, within 1 ulp over all of float32, subnormal results too, but for those of exp2. at::vec calls a function for each register, which takes three
-// to five times as long: most of the time of every activation with an exponential. (Not tanh: it has eager's value to the bit.)
+// Inlined, within 1 ulp over all of float32, subnormal results too, but for those of exp2. at::vec calls a function for each
+// register, which takes three to five times as long: most of the time of every activation with an exponential. (Not tanh: it
+// has eager's value to the bit.)
 template <>
 struct VectorFunctions<at::vec::Vectorized<float>> {
   using N = at::vec::Vectorized<float>;
