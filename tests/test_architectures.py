@@ -33,7 +33,8 @@ using Bias = ops::relu_bias::Compiled;
 using One = Decoder<1, false>;
 using Curved = Framed<Gelu, false>;
 using Exactly = Exact<Chain<Add, Gelu>, Beside::axis>;
-using Crowded = Exact<Chain<MulOperand, Add, Gelu>, Beside::axis>;
+using Several = Exact<Chain<MulOperand, Add, Gelu>, Beside::axis, 0b11>;
+using Crowded = Exact<Gated<Chain<Add, Gelu>, Chain<Add>>, Beside::axis, 0b101>;
 using Pairwise = Exact<Gated<Chain<MinScalar, SiluScaled>, Chain<AbsClamp, AddOne>>, Beside::pairs>;
 FLAT(Bias, 2, forward, uint32_t)
 FLAT(Bias, 4, forward, uint32_t)
@@ -46,6 +47,7 @@ FLAT(Curved, 2, forward, uint32_t)
 FLAT(Curved, 4, forward, uint32_t)
 FLAT(Exactly, 2, forward, uint32_t)
 ROWS(Exactly, 2)
+ROWS(Several, 2)
 ROWS(Crowded, 2)
 FLAT(Pairwise, 2, backward, uint32_t)
 }  // namespace fused_act

@@ -73,7 +73,7 @@ struct Reader {
 
 // What the operands are, and with that which kernels there are for their gradients.
 enum class Beside {
-  axis,  // the first ones along an axis, so that their gradients are sums; or as large as x
+  axis,  // some along an axis, so that their gradients are sums; the others, or all, as large as x
   x,     // as large as x
   pairs  // the other halves of the pairs of which x has one
 };
@@ -84,8 +84,8 @@ template <class... Steps>
 constexpr bool kTellsByCode<Chain<Steps...>> = ((Steps::few_slopes || Steps::unit_slope) && ...);
 
 // A form as a chain with kernels for forward and either backward or, where codes tell the derivative, forward with codes.
-// `along`: of Beside::axis, how many operands.
-template <class Form, Beside beside, int along = 1>
+// `along`: of Beside::axis, which operands, a bit each.
+template <class Form, Beside beside, uint32_t along = 1>
 struct Exact : Form {
   static constexpr bool kDynamic = false, kFramed = false, kPairs = beside == Beside::pairs;
   static constexpr bool kCoded = kTellsByCode<Form>;
@@ -105,40 +105,42 @@ struct Exact : Form {
 };
 template <class Op>
 constexpr bool kExact = false;
-template <class Form, Beside beside, int along>
+template <class Form, Beside beside, uint32_t along>
 constexpr bool kExact<Exact<Form, beside, along>> = true;
 
 // Whether a chain may walk rows with a pitch and takes whole vectors alone: where an activation stands in something else.
 template <class Op>
 constexpr bool kSurrounded = Op::kFramed || kExact<Op>;
 
-// Whether its kernels also take what is no whole vectors: where all operands are as large as x, among them the halves of a
-// tensor whose last dimension has any length. What else does not fit is copied first.
+// Whether its kernels also take what is no whole vectors: the halves of a tensor whose last dimension has any length, and
+// other gates. What else does not fit is copied first.
 template <class Op>
 constexpr bool kLoose = false;
-template <class Form, int along>
+template <class Form, uint32_t along>
 constexpr bool kLoose<Exact<Form, Beside::x, along>> = true;
+template <class First, class Second, uint32_t along>
+constexpr bool kLoose<Exact<Gated<First, Second>, Beside::axis, along>> = true;
 
-// Whether there are kernels that sum operand gradients; and how many operands these kernels know to lie along the axis of the
-// sums, so that they load them once.
+// Whether there are kernels that sum operand gradients; and which operands these kernels know to lie along the axis of the
+// sums, a bit each, so that they load them once. The others' gradients are then no sums.
 template <class Op>
 constexpr bool kSums = true;
-template <class Form, Beside beside, int along>
+template <class Form, Beside beside, uint32_t along>
 constexpr bool kSums<Exact<Form, beside, along>> = beside == Beside::axis;
 template <class Op>
-constexpr int kAlong = 0;
-template <class Form, Beside beside, int along>
-constexpr int kAlong<Exact<Form, beside, along>> = kSums<Exact<Form, beside, along>> ? along : 0;
+constexpr uint32_t kAlong = 0;
+template <class Form, Beside beside, uint32_t along>
+constexpr uint32_t kAlong<Exact<Form, beside, along>> = kSums<Exact<Form, beside, along>> ? along : 0;
 
 // The forms of an activation A, if it is common, and if it is not.
 template <class A>
-using FormsOfCommon = Types<Exact<Chain<Add, A>, Beside::axis>,                   // a bias
-                            Exact<Chain<MulOperand, Add, A>, Beside::axis, 2>,    // a frozen BatchNorm
-                            Exact<Chain<Add, Add, A>, Beside::axis>,              // a bias and a residual
-                            Exact<Chain<Add, A, Add>, Beside::axis>,              // a bias, and the residual at the end
-                            Exact<Chain<A, Add>, Beside::x>,                      // the residual alone
-                            Exact<Chain<A, MulOperand>, Beside::x>,               // a gated linear unit
-                            Exact<Gated<Chain<Add, A>, Chain<Add>>, Beside::x>>;  // one with biases
+using FormsOfCommon = Types<Exact<Chain<Add, A>, Beside::axis>,                     // a bias
+                            Exact<Chain<MulOperand, Add, A>, Beside::axis, 0b11>,   // a frozen BatchNorm
+                            Exact<Chain<Add, Add, A>, Beside::axis>,                // a bias and a residual
+                            Exact<Chain<Add, A, Add>, Beside::axis>,                // a bias, and the residual at the end
+                            Exact<Chain<A, Add>, Beside::x>,                        // the residual alone
+                            Exact<Chain<A, MulOperand>, Beside::x>,                 // a gated linear unit
+                            Exact<Gated<Chain<Add, A>, Chain<Add>>, Beside::axis, 0b101>>;  // one with biases
 template <class A>
 using FormsOfOther = std::conditional_t<A::heavy, Types<Exact<Chain<Add, A>, Beside::axis>>, Types<>>;
 template <class A>

@@ -264,10 +264,13 @@ class Launcher {
       main_.outer = 1;
     }
   }
-  // Whether the first operands lie along the axis of the sums, where the kernels that sum are compiled for that: in columns
-  // as whole vectors.
+  // Whether the operands that the kernels that sum are compiled for lie along the axis of the sums, in columns as whole vectors,
+  // and no others have sums.
   bool knows_operands() const {
-    for (int k = 0; k < kAlong<Op>; ++k) {
+    for (int k = 0; k < O; ++k) {
+      const bool along = kAlong<Op> >> k & 1;
+      if (kAlong<Op> && !along && plan_[k] == Plan::fused) return false;
+      if (!along) continue;
       const OperandArg<C>& o = args_.operand[k];
       if (!o.is_along_axis() || o.inner != main_.inner || o.channels != main_.channels) return false;
       const bool whole = o.access == Access::dense && o.channels % kElements == 0 && o.dtype == request_.dtype;

@@ -251,9 +251,7 @@ __global__ void __launch_bounds__(kThreads, tuning::kProgramBackwardResidents)
     __device__ __forceinline__ void add(int k, const GroupLanes& value, const G& at) {
       if (kind == ProgramWalk::rows) return of_rows.add(k, value, at);
       GroupLanes sum = scratch.read(plan.sums[k]);
-#pragma unroll
-      for (int j = 0; j < lanes; ++j)
-        if (at.whole || at.has(j)) sum.lane[j] += value.lane[j];
+      at.for_each([&](int j) FUSED_ACT_LAMBDA { sum.lane[j] += value.lane[j]; });
       scratch.write(plan.sums[k], sum);
     }
   };
