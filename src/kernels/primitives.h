@@ -298,6 +298,13 @@ FUSED_ACT_FN mask_t<N> is_set(const N& mask) {
 template <class N>
 constexpr bool kHasRoughSlope = !is_dual<N>::value && std::is_same_v<compute_t<N>, float>;
 
+// The value of a function and its derivative, which share an exponential. Such a value is no result: it stands where the
+// derivative of what follows is evaluated, and as the derivative of a product. So it may be as rough as the derivative.
+template <class N>
+struct Curve {
+  N value, slope;
+};
+
 // x / (1 + |x|). The derivative, the square of 1 / (1 + |x|), is NaN at infinity, as autograd has it.
 template <class N>
 FUSED_ACT_FN N softsign_quotient(const N& x) {
@@ -476,14 +483,28 @@ FUSED_ACT_FN N logistic_in_base_2(const N& x, const N& factor, const N& factor_l
 
 // 1 / (1 + e^-x). Both branches are quotients of positive sums, so nothing cancels or overflows.
 template <class N>
+FUSED_ACT_FN Curve<N> sigmoid_curve(const N& x);
+template <class N>
 FUSED_ACT_FN N sigmoid(const N& x) {
   if constexpr (is_dual<N>::value) {
-    return smooth(x, sigmoid(x.value), sigmoid_slope(x.value));
+    const auto curve = sigmoid_curve(x.value);
+    return smooth(x, curve.value, curve.slope);
   } else if constexpr (kReduced<N>) {
     return logistic_in_base_2(x, constant<N>(1.44269504f), constant<N>(0));
   } else {
     const N e = decay(x);
     return ratio(select(below(x, 0), e, constant<N>(1)), shift(e, compute_t<N>(1)));
+  }
+}
+
+template <class N>
+FUSED_ACT_FN Curve<N> sigmoid_curve(const N& x) {
+  if constexpr (kHasRoughSlope<N>) {
+    using A = Arithmetic<N>;
+    const N one = constant<N>(1), e = A::exp_falling(negative(absolute(x))), r = A::estimate_reciprocal(add(e, one));
+    return {mul(select(below(x, 0), e, one), r), mul(mul(e, r), r)};
+  } else {
+    return {sigmoid(x), sigmoid_slope(x)};
   }
 }
 
@@ -508,22 +529,14 @@ FUSED_ACT_FN N sigmoid_scaled(const N& x, const Split<compute_t<N>>& c) {
   }
 }
 
-// x sigmoid(c x), and its derivative.
+// x sigmoid(c x).
 template <class N>
-FUSED_ACT_FN N silu_slope(const N& x, const Split<compute_t<N>>& c) {
-  const N t = scale(x, c.value);
-  if constexpr (kHasRoughSlope<N>) {
-    using A = Arithmetic<N>;
-    const N one = constant<N>(1), e = A::exp_falling(negative(absolute(t))), r = A::estimate_reciprocal(add(e, one));
-    return A::fma(x, scale(mul(mul(e, r), r), c.value), mul(select(below(t, 0), e, one), r));
-  } else {
-    return add(sigmoid_scaled(x, c), mul(x, scale(sigmoid_slope(t), c.value)));
-  }
-}
+FUSED_ACT_FN Curve<N> silu_curve(const N& x, const Split<compute_t<N>>& c);
 template <class N>
 FUSED_ACT_FN N silu(const N& x, const Split<compute_t<N>>& c) {
   if constexpr (is_dual<N>::value) {
-    return smooth(x, silu(x.value, c), silu_slope(x.value, c));
+    const auto curve = silu_curve(x.value, c);
+    return smooth(x, curve.value, curve.slope);
   } else {
     return mul(x, sigmoid_scaled(x, c));
   }
@@ -531,9 +544,20 @@ FUSED_ACT_FN N silu(const N& x, const Split<compute_t<N>>& c) {
 template <class N>
 FUSED_ACT_FN N silu(const N& x) {
   if constexpr (is_dual<N>::value) {
-    return smooth(x, silu(x.value), silu_slope(x.value, Split<compute_t<N>>{1, 0}));
+    const auto curve = silu_curve(x.value, {1, 0});
+    return smooth(x, curve.value, curve.slope);
   } else {
     return mul(x, sigmoid(x));
+  }
+}
+template <class N>
+FUSED_ACT_FN Curve<N> silu_curve(const N& x, const Split<compute_t<N>>& c) {
+  const N t = scale(x, c.value);
+  if constexpr (kHasRoughSlope<N>) {
+    const auto gate = sigmoid_curve(t);
+    return {mul(x, gate.value), Arithmetic<N>::fma(x, scale(gate.slope, c.value), gate.value)};
+  } else {
+    return {silu(x, c), add(sigmoid_scaled(x, c), mul(x, scale(sigmoid_slope(t), c.value)))};
   }
 }
 
@@ -795,10 +819,37 @@ FUSED_ACT_FN N normal_cdf(const N& x) {
   }
 }
 
-// x P(Z <= x). The derivative, P(Z <= x) + x density(x), is D = e^(-a^2 / 2) (r S(a r) - a / sqrt(2 pi)) at x = -a and
-// 1 - D at x = a, with r = 1 / (1 + c a): for c = 0.275 a polynomial S of degree 5 is within 1e-8.
+// x P(Z <= x), as max(x, 0) - |x| P(Z > |x|), without a branch. (|x| + x) / 2 is a maximum that is NaN at -inf, as -inf times 0.
 template <class N>
-FUSED_ACT_FN N gelu_slope(const N& x) {
+FUSED_ACT_FN N rectified(const N& x) {
+  const N half = constant<N>(compute_t<N>(0.5));
+  return Arithmetic<N>::fma(x, half, mul(absolute(x), half));
+}
+template <class N>
+FUSED_ACT_FN Curve<N> gelu_curve(const N& x);
+template <class N>
+FUSED_ACT_FN N gelu(const N& x) {
+  if constexpr (is_dual<N>::value) {
+    const auto curve = gelu_curve(x.value);
+    return smooth(x, curve.value, curve.slope);
+  } else {
+    using A = Arithmetic<N>;
+    using C = compute_t<N>;
+    const N a = at_most(absolute(x), kNoTail<C>);
+    if constexpr (std::is_same_v<C, float> && !kReduced<N> && !kHasTables<N>) {
+      // With all that roundings left out but for those of r, v and s.
+      const auto t = NormalTail<N>::of(a);
+      const N product = mul(t.v, t.s), low = A::fma(product, t.change, A::fma(t.v, t.s, negative(product)));
+      return A::fma(negative(product), t.e, A::fma(negative(t.e), low, rectified(x)));
+    } else {
+      return A::fma(negative(a), normal_tail(a), rectified(x));
+    }
+  }
+}
+// The derivative, P(Z <= x) + x density(x), is D = e^(-a^2 / 2) (r S(a r) - a / sqrt(2 pi)) at x = -a and 1 - D at x = a, with
+// r = 1 / (1 + c a): for c = 0.275 a polynomial S of degree 5 is within 1e-8. And P(Z > a) is e^(-a^2 / 2) r S.
+template <class N>
+FUSED_ACT_FN Curve<N> gelu_curve(const N& x) {
   if constexpr (kHasRoughSlope<N>) {
     using A = Arithmetic<N>;
     const N a = absolute(x), r = A::estimate_reciprocal(A::fma(a, constant<N>(0.275f), constant<N>(1))), v = mul(a, r);
@@ -808,29 +859,10 @@ FUSED_ACT_FN N gelu_slope(const N& x) {
     for (float k : coefficients) s = A::fma(s, v, constant<N>(k));
     const N falls = A::exp_falling(scale(mul(x, x), -0.5f));
     const N d = mul(falls, A::fma(r, s, scale(a, -0.3989422804014327f)));
-    return select(below(x, 0), d, sub(constant<N>(1), d));
+    const N product = select(below(a, kNoTail<float>), mul(v, s), constant<N>(0));  // at infinity v is no number
+    return {A::fma(negative(product), falls, rectified(x)), select(below(x, 0), d, sub(constant<N>(1), d))};
   } else {
-    return add(normal_cdf(x), mul(x, normal_density(x)));
-  }
-}
-// The value as max(x, 0) - |x| P(Z > |x|), without a branch. (|x| + x) / 2 is a maximum that is NaN at -inf, as -inf times 0.
-template <class N>
-FUSED_ACT_FN N gelu(const N& x) {
-  if constexpr (is_dual<N>::value) {
-    return smooth(x, gelu(x.value), gelu_slope(x.value));
-  } else {
-    using A = Arithmetic<N>;
-    using C = compute_t<N>;
-    const N a = at_most(absolute(x), kNoTail<C>);
-    const N half = constant<N>(C(0.5)), rectified = A::fma(x, half, mul(absolute(x), half));
-    if constexpr (std::is_same_v<C, float> && !kReduced<N> && !kHasTables<N>) {
-      // With all that roundings left out but for those of r, v and s.
-      const auto t = NormalTail<N>::of(a);
-      const N product = mul(t.v, t.s), low = A::fma(product, t.change, A::fma(t.v, t.s, negative(product)));
-      return A::fma(negative(product), t.e, A::fma(negative(t.e), low, rectified));
-    } else {
-      return A::fma(negative(a), normal_tail(a), rectified);
-    }
+    return {gelu(x), add(normal_cdf(x), mul(x, normal_density(x)))};
   }
 }
 
@@ -870,26 +902,28 @@ FUSED_ACT_FN N tanh_gate(const N& x) {
   }
 }
 
-// x tanh_gate(x), and its derivative.
+// x tanh_gate(x).
 template <class N>
-FUSED_ACT_FN N gelu_tanh_slope(const N& x) {
-  if constexpr (kHasRoughSlope<N>) {
-    using A = Arithmetic<N>;
-    constexpr float c1 = TanhGate<float>::c1, c3 = TanhGate<float>::c3;
-    const N v = bounded(x, 24), cubic = scale(mul(v, v), c3), one = constant<N>(1);
-    const N e = A::exp_falling(negative(absolute(mul(v, shift(cubic, c1))))), r = A::estimate_reciprocal(add(e, one));
-    const N slope = mul(mul(mul(e, r), r), A::fma(cubic, constant<N>(3), constant<N>(c1)));
-    return A::fma(x, slope, mul(select(below(x, 0), e, one), r));
-  } else {
-    return add(tanh_gate(x), mul(x, tanh_gate_slope(x)));
-  }
-}
+FUSED_ACT_FN Curve<N> gelu_tanh_curve(const N& x);
 template <class N>
 FUSED_ACT_FN N gelu_tanh(const N& x) {
   if constexpr (is_dual<N>::value) {
-    return smooth(x, gelu_tanh(x.value), gelu_tanh_slope(x.value));
+    const auto curve = gelu_tanh_curve(x.value);
+    return smooth(x, curve.value, curve.slope);
   } else {
     return mul(x, tanh_gate(x));
+  }
+}
+template <class N>
+FUSED_ACT_FN Curve<N> gelu_tanh_curve(const N& x) {
+  if constexpr (kHasRoughSlope<N>) {
+    constexpr float c1 = TanhGate<float>::c1, c3 = TanhGate<float>::c3;
+    const N v = bounded(x, 24), cubic = scale(mul(v, v), c3);
+    const auto gate = sigmoid_curve(mul(v, shift(cubic, c1)));
+    const N slope = mul(gate.slope, Arithmetic<N>::fma(cubic, constant<N>(3), constant<N>(c1)));
+    return {mul(x, gate.value), Arithmetic<N>::fma(x, slope, gate.value)};
+  } else {
+    return {gelu_tanh(x), add(tanh_gate(x), mul(x, tanh_gate_slope(x)))};
   }
 }
 
@@ -924,25 +958,14 @@ FUSED_ACT_FN N mish_gate(const N& x) {
   }
 }
 
-// x mish_gate(x), and its derivative.
+// x mish_gate(x).
 template <class N>
-FUSED_ACT_FN N mish_slope(const N& x) {
-  if constexpr (kHasRoughSlope<N>) {
-    using A = Arithmetic<N>;
-    const auto falls = below(x, 0);
-    const N e = A::exp_falling(negative(absolute(x))), square = mul(e, e), twice = scale(e, 2);
-    const N n = select(falls, add(square, twice), shift(twice, 1));
-    const N r = A::estimate_reciprocal(select(falls, shift(n, 2), A::fma(twice, e, n)));
-    const N slope = mul(mul(mul(scale(select(falls, e, square), 4), shift(e, 1)), r), r);
-    return A::fma(x, slope, mul(n, r));
-  } else {
-    return add(mish_gate(x), mul(x, mish_gate_slope(x)));
-  }
-}
+FUSED_ACT_FN Curve<N> mish_curve(const N& x);
 template <class N>
 FUSED_ACT_FN N mish(const N& x) {
   if constexpr (is_dual<N>::value) {
-    return smooth(x, mish(x.value), mish_slope(x.value));
+    const auto curve = mish_curve(x.value);
+    return smooth(x, curve.value, curve.slope);
   } else if constexpr (std::is_same_v<compute_t<N>, float> && !kReduced<N>) {
     // Below 0 also with what the roundings of n, d and the quotient leave out, without which the result can be 4.2 ulp off.
     using A = Arithmetic<N>;
@@ -956,6 +979,21 @@ FUSED_ACT_FN N mish(const N& x) {
     return A::fma(x, q, select(falls, low, constant<N>(0)));
   } else {
     return mul(x, mish_gate(x));
+  }
+}
+
+template <class N>
+FUSED_ACT_FN Curve<N> mish_curve(const N& x) {
+  if constexpr (kHasRoughSlope<N>) {
+    using A = Arithmetic<N>;
+    const auto falls = below(x, 0);
+    const N e = A::exp_falling(negative(absolute(x))), square = mul(e, e), twice = scale(e, 2);
+    const N n = select(falls, add(square, twice), shift(twice, 1));
+    const N r = A::estimate_reciprocal(select(falls, shift(n, 2), A::fma(twice, e, n))), gate = mul(n, r);
+    const N slope = mul(mul(mul(scale(select(falls, e, square), 4), shift(e, 1)), r), r);
+    return {mul(x, gate), A::fma(x, slope, gate)};
+  } else {
+    return {mish(x), add(mish_gate(x), mul(x, mish_gate_slope(x)))};
   }
 }
 
