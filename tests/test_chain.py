@@ -418,6 +418,15 @@ def test_an_operand_that_no_step_reads(device):
         assert_same(grad, torch.full_like(operand, x.numel() / operand.numel() if k == 1 else 0.0))
 
 
+def test_root_of_a_value_that_is_nearly_zero(device):
+    """Backward, too, has to know a sigmoid where it is subnormal: at 0 the root's derivative is infinite."""
+    x = torch.linspace(-95, -60, 101, device=device, requires_grad=True)
+    y = run([("Sigmoid", None, ()), ("Sqrt", None, ())], x)
+    double = x.detach().double().requires_grad_()
+    got, want = (torch.autograd.grad(t.sum(), v)[0] for t, v in ((y, x), (torch.sigmoid(double).sqrt(), double)))
+    torch.testing.assert_close(got.double(), want, rtol=1e-3, atol=0)
+
+
 def test_no_steps_give_a_copy(dtype, device):
     x = make_inputs(dtype, device)[0]
     y = chain(x, [], [1], [])
@@ -734,7 +743,7 @@ def test_a_form_gives_what_its_steps_give(form, act, dtype, device):
             wide[..., 1::2],
             wide[..., 1 : 1 + width],
         ):
-            for needs in ((1, 1, 1, 1), (0, 1, 1, 1), (1, 0, 0, 0)):
+            for needs in ((1, 1, 1, 1), (0, 1, 1, 1), (1, 0, 0, 0), (1, 1, 0, 1), (0, 0, 1, 0)):
                 tensors = (x, b, s, u[..., :width])
                 leaves = [t.detach().requires_grad_(bool(n)) for t, n in zip(tensors, needs)]
                 asked = [t for t in leaves if t.requires_grad]

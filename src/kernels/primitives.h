@@ -483,12 +483,9 @@ FUSED_ACT_FN N logistic_in_base_2(const N& x, const N& factor, const N& factor_l
 
 // 1 / (1 + e^-x). Both branches are quotients of positive sums, so nothing cancels or overflows.
 template <class N>
-FUSED_ACT_FN Curve<N> sigmoid_curve(const N& x);
-template <class N>
 FUSED_ACT_FN N sigmoid(const N& x) {
   if constexpr (is_dual<N>::value) {
-    const auto curve = sigmoid_curve(x.value);
-    return smooth(x, curve.value, curve.slope);
+    return smooth(x, sigmoid(x.value), sigmoid_slope(x.value));
   } else if constexpr (kReduced<N>) {
     return logistic_in_base_2(x, constant<N>(1.44269504f), constant<N>(0));
   } else {
@@ -497,15 +494,12 @@ FUSED_ACT_FN N sigmoid(const N& x) {
   }
 }
 
+// sigmoid(t) and its derivative where kHasRoughSlope, for what multiplies it by x. `falls`: t < 0.
 template <class N>
-FUSED_ACT_FN Curve<N> sigmoid_curve(const N& x) {
-  if constexpr (kHasRoughSlope<N>) {
-    using A = Arithmetic<N>;
-    const N one = constant<N>(1), e = A::exp_falling(negative(absolute(x))), r = A::estimate_reciprocal(add(e, one));
-    return {mul(select(below(x, 0), e, one), r), mul(mul(e, r), r)};
-  } else {
-    return {sigmoid(x), sigmoid_slope(x)};
-  }
+FUSED_ACT_FN Curve<N> rough_sigmoid_curve(const N& t, const mask_t<N>& falls) {
+  using A = Arithmetic<N>;
+  const N one = constant<N>(1), e = A::exp_falling(negative(absolute(t))), r = A::estimate_reciprocal(add(e, one));
+  return {mul(select(falls, e, one), r), mul(mul(e, r), r)};
 }
 
 template <class C>
@@ -554,10 +548,11 @@ template <class N>
 FUSED_ACT_FN Curve<N> silu_curve(const N& x, const Split<compute_t<N>>& c) {
   const N t = scale(x, c.value);
   if constexpr (kHasRoughSlope<N>) {
-    const auto gate = sigmoid_curve(t);
+    const auto gate = rough_sigmoid_curve(t, below(t, 0));
     return {mul(x, gate.value), Arithmetic<N>::fma(x, scale(gate.slope, c.value), gate.value)};
   } else {
-    return {silu(x, c), add(sigmoid_scaled(x, c), mul(x, scale(sigmoid_slope(t), c.value)))};
+    const N gate = sigmoid_scaled(x, c);
+    return {mul(x, gate), add(gate, mul(x, scale(sigmoid_slope(t), c.value)))};
   }
 }
 
@@ -835,14 +830,14 @@ FUSED_ACT_FN N gelu(const N& x) {
   } else {
     using A = Arithmetic<N>;
     using C = compute_t<N>;
-    const N a = at_most(absolute(x), kNoTail<C>);
+    const N a = at_most(absolute(x), kNoTail<C>), positive = rectified(x);
     if constexpr (std::is_same_v<C, float> && !kReduced<N> && !kHasTables<N>) {
       // With all that roundings left out but for those of r, v and s.
       const auto t = NormalTail<N>::of(a);
       const N product = mul(t.v, t.s), low = A::fma(product, t.change, A::fma(t.v, t.s, negative(product)));
-      return A::fma(negative(product), t.e, A::fma(negative(t.e), low, rectified(x)));
+      return A::fma(negative(product), t.e, A::fma(negative(t.e), low, positive));
     } else {
-      return A::fma(negative(a), normal_tail(a), rectified(x));
+      return A::fma(negative(a), normal_tail(a), positive);
     }
   }
 }
@@ -919,7 +914,7 @@ FUSED_ACT_FN Curve<N> gelu_tanh_curve(const N& x) {
   if constexpr (kHasRoughSlope<N>) {
     constexpr float c1 = TanhGate<float>::c1, c3 = TanhGate<float>::c3;
     const N v = bounded(x, 24), cubic = scale(mul(v, v), c3);
-    const auto gate = sigmoid_curve(mul(v, shift(cubic, c1)));
+    const auto gate = rough_sigmoid_curve(mul(v, shift(cubic, c1)), below(x, 0));
     const N slope = mul(gate.slope, Arithmetic<N>::fma(cubic, constant<N>(3), constant<N>(c1)));
     return {mul(x, gate.value), Arithmetic<N>::fma(x, slope, gate.value)};
   } else {
