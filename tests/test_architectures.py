@@ -65,7 +65,8 @@ def release_architectures():
 @pytest.mark.parametrize("architecture", release_architectures())
 def test_kernels_of_an_architecture(architecture, tmp_path):
     """They compile without warnings and keep nothing in memory for want of registers. Where launch.cuh asks for
-    programmatic dependent launch, from compute capability 9.0 on, they wait before all else."""
+    programmatic dependent launch, from compute capability 9.0 on, they wait before all else. From 10.0 on flat tensors
+    are read and written 32 bytes at a time."""
     source = tmp_path / "kernels.cu"
     source.write_text(PROGRAM)
     command = [
@@ -83,3 +84,8 @@ def test_kernels_of_an_architecture(architecture, tmp_path):
         wait = entry.find("griddepcontrol.wait")
         first = min(at for at in (entry.find(what) for what in ("ld.global", "st.global")) if at >= 0)
         assert 0 <= wait < first if architecture >= 90 else wait < 0
+        # What takes vectors side by side does it in 32 bytes where an instruction moves as many.
+        flat = re.match(r"\s*\S*flat_kernel", entry) and not re.match(r"\s*\S*(Exact|Framed|ModeE4)", entry)
+        for access in ("ld", "st"):
+            wide = re.search(rf"{access}\.global\.(v8\.[buf]32|v4\.[buf]64)", entry)
+            assert bool(wide) == bool(flat and architecture >= 100), entry[:200]

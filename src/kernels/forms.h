@@ -112,8 +112,8 @@ constexpr bool kExact<Exact<Form, beside, along>> = true;
 template <class Op>
 constexpr bool kSurrounded = Op::kFramed || kExact<Op>;
 
-// Whether its kernels also take what is no whole vectors: the halves of a tensor whose last dimension has any length, and
-// other gates. What else does not fit is copied first.
+// Whether its kernels also take what is no whole vectors: gates and residuals without a bias, among them the halves of a tensor
+// whose last dimension has any length, and gates with biases. What else does not fit is copied first.
 template <class Op>
 constexpr bool kLoose = false;
 template <class Form, uint32_t along>
@@ -122,7 +122,8 @@ template <class First, class Second, uint32_t along>
 constexpr bool kLoose<Exact<Gated<First, Second>, Beside::axis, along>> = true;
 
 // Whether there are kernels that sum operand gradients; and which operands these kernels know to lie along the axis of the
-// sums, a bit each, so that they load them once. The others' gradients are then no sums.
+// sums, a bit each, so that they load them once. The others' gradients are then no sums: a residual that is broadcast and
+// has a gradient is interpreted.
 template <class Op>
 constexpr bool kSums = true;
 template <class Form, Beside beside, uint32_t along>

@@ -1,6 +1,6 @@
 // What all CUDA kernels share, and the kernels of compiled chains, each a template over chain, element type and mode:
 //
-//   flat_kernel      full tensors dense in one order, one 16-byte vector a thread; codes, too
+//   flat_kernel      full tensors dense in one order, one 16-byte vector a thread, or two; codes, too
 //   row_kernel       flat, and operand gradients summed over the rows of a channel (NCHW)
 //   column_kernel    flat, and operand gradients summed over the rows of a matrix (channels_last, features)
 //   finish_kernel    sums the partial sums of the reductions, in a fixed order
@@ -22,8 +22,8 @@ constexpr int64_t row_blocks(int bytes) { return bytes == 2 ? 8448 : 16896; }
 constexpr int64_t kColumnBlocks = 4224;
 // Vectors that a thread handles at least.
 constexpr int kMinVectorsPerThread = 2;
-// Whether an operand stands beside each element that has to be in registers when it is evaluated, with all else; and whether
-// there are sums of several operands.
+// Whether an operand stands beside each element that has to be in registers when it is evaluated, with all else. (Of several
+// operands one does, unless all lie along the axis of the sums.)
 template <class Op>
 constexpr bool kCrowded = kSurrounded<Op> && Op::kOperands > 1 && kAlong<Op> != (1u << Op::kOperands) - 1;
 // Blocks of row_kernel and column_kernel that a multiprocessor holds at once: 64 registers a thread, or 80.
@@ -45,12 +45,14 @@ constexpr int row_batch(int bytes) {
 // biases 1.42 to 1.54 for 1.29 to 1.34.)
 template <class Op>
 constexpr int column_batch = kSurrounded<Op> && Op::kOperands > 1 ? 1 : 2;
-// What differs between architectures: the threads that a multiprocessor holds at most (its registers are 65,536 in all). By
-// compute capability; one that is not listed is like the greatest below it.
+// What differs between architectures: the threads that a multiprocessor holds at most (its registers are 65,536 in all), and
+// the vectors of 16 bytes that an instruction moves. By compute capability; one that is not listed is like the greatest below
+// it.
 struct Architecture {
-  int capability, threads;
+  int capability, threads, vectors;
 };
-constexpr Architecture kArchitectures[] = {{750, 1024}, {800, 2048}, {860, 1536}, {900, 2048}, {1100, 1536}};
+constexpr Architecture kArchitectures[] = {{750, 1024, 1}, {800, 2048, 1}, {860, 1536, 1},
+                                           {900, 2048, 1}, {1000, 2048, 2}, {1100, 1536, 2}};
 constexpr Architecture architecture(int capability) {
   Architecture found = kArchitectures[0];
   for (const Architecture& a : kArchitectures)
@@ -58,13 +60,21 @@ constexpr Architecture architecture(int capability) {
   return found;
 }
 #if defined(__CUDA_ARCH__)
-constexpr int kMaxThreads = architecture(__CUDA_ARCH__).threads;
+constexpr Architecture kThis = architecture(__CUDA_ARCH__);
 #else  // never used: what a host compiler sees of a kernel
-constexpr int kMaxThreads = architecture(0).threads;
+constexpr Architecture kThis = architecture(0);
 #endif
+constexpr int kMaxThreads = kThis.threads;
+// How many vectors side by side a thread of flat_kernel takes. Not where codes of four elements are put together by
+// neighbours, nor of what has tensors that are not flat.
+template <class Op>
+constexpr int flat_vectors(Mode mode, const Architecture& a) {
+  return kSurrounded<Op> || mode == Mode::coded ? 1 : a.vectors;
+}
 // Blocks of a compiled flat_kernel that a multiprocessor holds at least. In forward as many as there can be, 32 registers
 // a thread on an H100; three quarters of that, 40 registers, for several operands beside eight elements, and where codes of
-// two bits are read. Backward of a cheap chain takes what registers it needs.
+// two bits are read. Backward of a cheap chain takes what registers it needs. (Threads with two vectors side by side are half
+// as many, with twice the registers.)
 template <class Op>
 constexpr int flat_residents(Mode mode, int elements) {
   const int most = kMaxThreads / kThreads;
@@ -431,6 +441,7 @@ struct Args {
   int64_t plane_words;   // of a bit each
   int codes;
   C code_key[kMaxCodes];
+  bool side_by_side;     // whether full tensors begin at multiples of 32 bytes
   struct Nothing {};
   std::conditional_t<Op::kDynamic || kSurrounded<Op>, ProgramPlan, Nothing> plan;
 };
@@ -665,11 +676,31 @@ struct Taken {
     }
     return t;
   }
+  // Of two vectors side by side, the first of which is at i.
+  template <class I>
+  __device__ __forceinline__ static void side_by_side(const Args<Op, C>& a, I i, Taken (&t)[2]) {
+    const auto load = [&](const void* p, B Taken::*to) FUSED_ACT_LAMBDA {
+      if (p) {
+        load_side_by_side<bytes>(p, i, t[0].*to, t[1].*to);
+      } else {
+        t[0].*to = t[1].*to = B{};
+      }
+    };
+    if constexpr (kDecodes<Op>) {
+#pragma unroll
+      for (int b = 0; b < 2; ++b) t[b].codes = CodeBytes::load<Op::kTwo>(a, i + b * kVector<bytes>);
+      mode == Mode::backward ? load(a.g, &Taken::g) : load(a.u, &Taken::u);
+    } else {
+      load(a.x, &Taken::x);
+      if (!kForward) load(a.g, &Taken::g);
+    }
+  }
 };
 
-// Evaluates, stores the result and deals with operand gradients.
+// Evaluates and deals with codes and operand gradients; returns the result as it is stored.
 template <class Op, int bytes, Mode mode, class Io>
-__device__ __forceinline__ void evaluate_taken(const Args<Op, Compute<bytes>>& a, const Taken<Op, bytes, mode>& taken, Io& io) {
+__device__ __forceinline__ Bits<bytes, kVector<bytes>> result_of_taken(const Args<Op, Compute<bytes>>& a,
+                                                                       const Taken<Op, bytes, mode>& taken, Io& io) {
   using N = typename Io::N;
   constexpr bool forward = Taken<Op, bytes, mode>::kForward;
   const auto number = [&](const auto& bits) FUSED_ACT_LAMBDA { return lanes_as<N>(to_lanes(bits, a.dtype)); };
@@ -679,15 +710,22 @@ __device__ __forceinline__ void evaluate_taken(const Args<Op, Compute<bytes>>& a
     const bool moves = mode == Mode::jvp;
     const Outputs<N> out = evaluate<mode>(a.op, a.scalars, zero, moves ? zero : number(taken.g),
                                           moves ? number(taken.u) : zero, a.has_u, io);
-    if (a.out[0]) store_full<bytes>(a.out[0], Lay(), io.at, to_bits<bytes>(out.full[0], a.dtype));
+    return to_bits<bytes>(out.full[0], a.dtype);
   } else {
     const Outputs<N> out =
         evaluate<mode>(a.op, a.scalars, number(taken.x), forward ? zero : number(taken.g), zero, false, io);
     if constexpr (mode == Mode::coded) store_codes(a, io.at, out.full[1]);
-    if constexpr (Op::kPairs && !forward) return store_pairs<bytes>(a.out[0], io.at, out.full[0], io.beside, a.dtype);
-    if ((kSurrounded<Op> && forward) || a.out[0])
-      store_full<bytes>(a.out[0], lay_of_out(a), io.at, to_bits<bytes>(out.full[0], a.dtype));
+    if constexpr (Op::kPairs && !forward) store_pairs<bytes>(a.out[0], io.at, out.full[0], io.beside, a.dtype);
+    return to_bits<bytes>(out.full[0], a.dtype);
   }
+}
+// The same, and stores it.
+template <class Op, int bytes, Mode mode, class Io>
+__device__ __forceinline__ void evaluate_taken(const Args<Op, Compute<bytes>>& a, const Taken<Op, bytes, mode>& taken, Io& io) {
+  constexpr bool forward = Taken<Op, bytes, mode>::kForward;
+  const auto bits = result_of_taken<Op, bytes, mode>(a, taken, io);
+  if constexpr (Op::kPairs && !forward) return;  // both halves are stored
+  if ((kSurrounded<Op> && forward) || a.out[0]) store_full<bytes>(a.out[0], lay_of_out(a), io.at, bits);
 }
 
 template <class Op, int bytes, Mode mode, class G, class Sums>
@@ -716,8 +754,25 @@ __device__ __forceinline__ void process_batch(const Args<Op, Compute<bytes>>& a,
   }
 }
 
+// Two vectors side by side, all of them.
+template <class Op, int bytes, Mode mode, class Index, class Sums>
+__device__ __forceinline__ void process_side_by_side(const Args<Op, Compute<bytes>>& a, Index i, Sums& sums) {
+  Taken<Op, bytes, mode> taken[2];
+  Bits<bytes, kVector<bytes>> bits[2];
+  Taken<Op, bytes, mode>::side_by_side(a, i, taken);
+#pragma unroll
+  for (int b = 0; b < 2; ++b) {
+    const Vector<bytes, Index> at(i + b * kVector<bytes>);
+    VectorIo<Op, mode, Vector<bytes, Index>, Sums> io{a, at, sums};
+    io.load();
+    bits[b] = result_of_taken<Op, bytes, mode>(a, taken[b], io);
+  }
+  if (a.out[0]) store_side_by_side<bytes>(a.out[0], i, bits[0], bits[1]);
+}
+
 template <class Op, int bytes, Mode mode, class Index>
-__global__ void __launch_bounds__(kThreads, tuning::flat_residents<Op>(mode, kVector<bytes>))
+__global__ void __launch_bounds__(kThreads / tuning::flat_vectors<Op>(mode, tuning::kThis),
+                                  tuning::flat_residents<Op>(mode, kVector<bytes>))
     flat_kernel(const __grid_constant__ Args<Op, Compute<bytes>> a) {
   wait_for_earlier();
   NoSums sums;
@@ -734,13 +789,24 @@ __global__ void __launch_bounds__(kThreads, tuning::flat_residents<Op>(mode, kVe
     }
     process<Op, bytes, mode>(a, at, sums);
   } else {
-    const Index i = (Index(blockIdx.x) * kThreads + threadIdx.x) * kVector<bytes>, numel = Index(a.numel);
-    if (!all_run && i >= numel) return;
-    // Codes of four elements are put together by neighbours, which must be at the same place in the code for that.
-    if ((mode != Mode::coded || kVector<bytes> == 8) && i < numel && numel - i >= kVector<bytes>) {
-      process<Op, bytes, mode>(a, Vector<bytes, Index>(i), sums);
-    } else {
-      process<Op, bytes, mode>(a, Vector<bytes, Index>(i, 0, 0, numel), sums);
+    constexpr int V = kVector<bytes>, vectors = tuning::flat_vectors<Op>(mode, tuning::kThis);
+    const Index block = Index(blockIdx.x) * kThreads, numel = Index(a.numel);
+    if constexpr (vectors == 2) {
+      const Index first = (block + threadIdx.x * 2) * V;
+      if (a.side_by_side && first < numel && numel - first >= 2 * V)
+        return process_side_by_side<Op, bytes, mode>(a, first, sums);
+    }
+#pragma unroll 1
+    for (int n = 0; n < vectors; ++n) {
+      const bool beside = vectors == 2 && a.side_by_side;  // else as neighbouring threads do
+      const Index i = (block + (beside ? threadIdx.x * 2 + n : threadIdx.x + n * (kThreads / vectors))) * V;
+      if (!all_run && i >= numel) return;
+      // Codes of four elements are put together by neighbours, which must be at the same place in the code for that.
+      if ((mode != Mode::coded || V == 8) && i < numel && numel - i >= V) {
+        process<Op, bytes, mode>(a, Vector<bytes, Index>(i), sums);
+      } else {
+        process<Op, bytes, mode>(a, Vector<bytes, Index>(i, 0, 0, numel), sums);
+      }
     }
   }
 }

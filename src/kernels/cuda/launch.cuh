@@ -10,23 +10,24 @@
 
 namespace fused_act {
 
-// Whether kernels on the current device wait for the one before themselves (wait_for_earlier), which is so where they were
-// compiled for compute capability 9.0 or more: that of the device says nothing, which may run what was compiled for 8.0.
-// `kernel` is the one to be launched: asked about another, the driver would load that, too, 4 ms in the first call.
-inline bool starts_early(const void* kernel) {
-  static std::atomic<int8_t> known[64];  // by device: 0 not yet, 1 no, 2 yes
+// The compute capability that kernels on the current device were compiled for, as __CUDA_ARCH__ has it: that of the device says
+// nothing, which may run what was compiled for an older one. `kernel` is the one to be launched: asked about another, the
+// driver would load that, too, 4 ms in the first call. 0 where that fails, as then the launch does.
+inline int compiled_for(const void* kernel) {
+  static std::atomic<int> known[64];  // by device: 0 not yet
   int device = 0;
-  if (cudaGetDevice(&device) != cudaSuccess || device >= 64) return false;
-  int8_t answer = known[device].load(std::memory_order_relaxed);
+  if (cudaGetDevice(&device) != cudaSuccess) return cudaGetLastError(), 0;
+  int answer = device < 64 ? known[device].load(std::memory_order_relaxed) : 0;
   if (!answer) {
     cudaFuncAttributes attributes;
-    if (cudaFuncGetAttributes(&attributes, kernel) != cudaSuccess) return cudaGetLastError(), false;
-    known[device].store(answer = attributes.ptxVersion >= 90 ? 2 : 1, std::memory_order_relaxed);
+    if (cudaFuncGetAttributes(&attributes, kernel) != cudaSuccess) return cudaGetLastError(), 0;
+    answer = attributes.ptxVersion * 10;
+    if (device < 64) known[device].store(answer, std::memory_order_relaxed);
   }
-  return answer == 2;
+  return answer;
 }
 
-inline bool aligned(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
+inline bool aligned(const void* p, int bytes = 16) { return reinterpret_cast<uintptr_t>(p) % bytes == 0; }
 
 // `bytes` is the size of an element of x; of the compute type where a Program has no vector kernels.
 template <class Op, int bytes, Mode mode>
@@ -144,6 +145,7 @@ class Launcher {
       if constexpr (kSurrounded<Op>) from = op.scalar_from(s);
       if (from >= 0) args_.scalars[s] = Scalar<C>::of(static_cast<C>(r.scalars[from]));
     }
+    args_.side_by_side = aligned(r.x.data, 32) && aligned(r.g.data, 32) && aligned(r.u.data, 32) && aligned(r.out[0].data, 32);
     args_.code_words = r.codes;
     args_.plane_words = code_words(r.numel);
     args_.codes = r.table.codes;
@@ -330,12 +332,16 @@ class Launcher {
     const unsigned blocks = static_cast<unsigned>(divide_up(request_.numel, int64_t(threads_) * lanes_));
     if constexpr (Op::kDynamic) {
       return launch_program(dim3(blocks), ProgramWalk{});
-    } else if constexpr (kShort<Op, mode>) {
-      return launch(&flat_kernel<Op, bytes, mode, uint32_t>, blocks, args_);
     } else {
+      const auto launch = [&](auto* kernel) {
+        const int capability = compiled_for(reinterpret_cast<const void*>(kernel));
+        const int vectors = tuning::flat_vectors<Op>(mode, tuning::architecture(capability));
+        return launch_with(threads_ / vectors, 0, kernel, blocks, args_);
+      };
+      if constexpr (kShort<Op, mode>) return launch(&flat_kernel<Op, bytes, mode, uint32_t>);
       if constexpr (Op::kOperands > 0 && mode == Mode::forward)  // which find an operand's element
-        if (request_.numel <= kShortElements) return launch(&flat_kernel<Op, bytes, mode, uint32_t>, blocks, args_);
-      return launch(&flat_kernel<Op, bytes, mode, int64_t>, blocks, args_);
+        if (request_.numel <= kShortElements) return launch(&flat_kernel<Op, bytes, mode, uint32_t>);
+      if constexpr (!kShort<Op, mode>) return launch(&flat_kernel<Op, bytes, mode, int64_t>);
     }
   }
 
@@ -510,7 +516,7 @@ class Launcher {
     config.stream = static_cast<cudaStream_t>(cuda_.stream);
     config.attrs = &early;
     const void* const code = reinterpret_cast<const void*>(kernel);
-    config.numAttrs = starts_early(code);
+    config.numAttrs = compiled_for(code) >= 900;
     static_assert((std::is_same_v<Parameters, Given> && ...), "arguments are given by their addresses");
     void* arguments[] = {const_cast<void*>(static_cast<const void*>(&given))...};
     const cudaError_t e = cudaLaunchKernelExC(&config, code, arguments);
