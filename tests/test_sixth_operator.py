@@ -130,5 +130,5 @@ def test_generic_tests_take_it_up_unchanged(site, tmp_path):
     select = f"{NAME} and not cuda and not readme and not slow and not inductor"
     options = ["-q", "-x", "--import-mode=importlib", "-p", "no:cacheprovider", "-m", "not slow", "-k", select]
     run = python(site, "-m", "pytest", *options, str(tests), cwd=tmp_path)
-    assert run.returncode == 0, run.stdout[-6000:]
+    assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-6000:]
     assert "passed" in run.stdout

@@ -38,7 +38,7 @@ struct Scalar {
 //
 // `fma`, which rounds once, `estimate_reciprocal`, which is within 1 ulp, and the transcendental functions are there for
 // real numbers only (and for Trace): a primitive uses them for its value and states its derivative beside it.
-// `exp_falling`, e^x of a number of at most 0, has an absolute error of 2.7e-7: two instructions on a GPU, for derivatives.
+// `exp_falling`, e^x of a number of at most 0, has an absolute error of 2.7e-7: two instructions on a GPU, for derivatives and what they share.
 // `exp2` may take what is below 2^-126 for 0 and what is above 2^127 for infinity: one instruction on a GPU.
 // The SIMD and CUDA versions of the others are within 1 to 2 ulp; there is no erf and no float erfc, because at::vec's float
 // erf has an absolute error of 1e-7 only.
@@ -132,6 +132,11 @@ struct Arithmetic {
 // two from compute capability 8.0 on.
 template <class N>
 constexpr bool kHasExtremes = false;
+
+// Whether Arithmetic has `lesser` and `greater` of a number and a constant that is not NaN, where NaN stays: one instruction of a
+// CPU.
+template <class N>
+constexpr bool kHasBounds = false;
 
 // Whether `exp_falling` is as close as `exp`.
 template <class N>
@@ -231,6 +236,7 @@ FUSED_ACT_FN N at_most(const N& a, compute_t<N> c) {
     return A::lesser(a, constant<N>(c));
   } else {
     if (!(c == c)) return constant<N>(c);
+    if constexpr (kHasBounds<N>) return A::lesser(a, c);
     return select(A::less(constant<N>(c), a), constant<N>(c), a);
   }
 }
@@ -241,6 +247,7 @@ FUSED_ACT_FN N at_least(const N& a, compute_t<N> c) {
     return A::greater(a, constant<N>(c));
   } else {
     if (!(c == c)) return constant<N>(c);
+    if constexpr (kHasBounds<N>) return A::greater(a, c);
     return select(A::less(a, constant<N>(c)), constant<N>(c), a);
   }
 }

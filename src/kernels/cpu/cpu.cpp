@@ -134,13 +134,6 @@ bool has_16_bits(Dtype dtype) { return dtype == Dtype::f16 || dtype == Dtype::bf
 template <class C>
 constexpr Dtype kDtype = std::is_same_v<C, float> ? Dtype::f32 : Dtype::f64;
 
-// Asks for a block ahead of its use: in a loop of blocks the CPU does not see the next one coming. (Beyond the end of a
-// tensor, too, which does nothing.)
-template <int write, class T>
-void fetch_ahead(const T* p) {
-  for (int64_t j = 0; j < kBlock; j += 64 / int64_t(sizeof(T))) __builtin_prefetch(p + j, write);
-}
-
 // Elements of a block, or the one value that all of them are.
 template <class C>
 struct Block {
@@ -181,7 +174,6 @@ class Input {
     if (!data_) return nullptr;
     const Narrow* p = static_cast<const Narrow*>(data_) + position_;
     position_ += count;
-    fetch_ahead<0>(p + count);
     if (count == kBlock) return p;
     Narrow* const copy = reinterpret_cast<Narrow*>(buffer_);
     std::fill(std::copy(p, p + count, copy), copy + padded(count), Narrow{0});
@@ -199,7 +191,6 @@ class Input {
       if (flat_) {
         from += position_;
         position_ += count;
-        fetch_ahead<0>(from + count);
         if (std::is_same_v<T, C> && count == kBlock) {
           block.data = reinterpret_cast<const C*>(from);
         } else {
@@ -267,13 +258,11 @@ class Output {
   bool wanted() const { return data_; }
   // Where the next `count` elements, and what is computed beside them, are to be written.
   __attribute__((noinline)) C* next(int64_t count) {
-    if (flat_) with_type(dtype_, [&](auto* type) { fetch_ahead<1>(static_cast<decltype(type)>(data_) + position_); });
     return flat_ && dtype_ == kDtype<C> && count == kBlock ? static_cast<C*>(data_) + position_ : buffer_;
   }
   // The same for a flat tensor of numbers as they are.
   __attribute__((noinline)) Narrow* next_narrow(int64_t count) {
     Narrow* const p = static_cast<Narrow*>(data_) + position_;
-    fetch_ahead<1>(p);
     return count == kBlock ? p : reinterpret_cast<Narrow*>(buffer_);
   }
   void close_narrow(const Narrow* from, int64_t count) {
@@ -392,9 +381,7 @@ using Numbers = std::conditional_t<has_direction(mode), Elements<C>,
 uint32_t equal_bits(at::vec::Vectorized<float> a, at::vec::Vectorized<float> b) {
   return _mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ);
 }
-at::vec::Vectorized<float> lanes_of(uint32_t bits) {
-  return _mm512_castsi512_ps(_mm512_movm_epi32(static_cast<__mmask16>(bits)));
-}
+mask_t<at::vec::Vectorized<float>> lanes_of(uint32_t bits) { return {static_cast<__mmask16>(bits)}; }
 #elif defined(CPU_CAPABILITY_AVX2)
 uint32_t equal_bits(at::vec::Vectorized<float> a, at::vec::Vectorized<float> b) {
   return _mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_EQ_OQ));
@@ -468,7 +455,7 @@ CodeBits<N> read_codes(const Request& r, int64_t i) {
   if constexpr (std::is_same_v<N, float>) {
     return {(low & 1) != 0, (high & 1) != 0};
   } else {
-    return {lanes_of(low), two ? lanes_of(high) : N(0)};
+    return {lanes_of(low), lanes_of(high)};
   }
 }
 

@@ -163,6 +163,7 @@ struct Arithmetic<Row<C>> {
   using N = Row<C>;
   using Vec = at::vec::Vectorized<C>;
   using V = Arithmetic<Vec>;
+  using Masks = typename V::Masks;
   using Compute = C;
   using Mask = N;  // all bits of an element set or clear
 
@@ -177,12 +178,12 @@ struct Arithmetic<Row<C>> {
   static Mask both(const Mask& a, const Mask& b) {
     if (a.is_uniform()) return a.value() ? b : a;
     if (b.is_uniform()) return b.value() ? a : b;
-    return each(a, b, [](const Vec& x, const Vec& y) { return V::both(x, y); });
+    return each(a, b, [](const Vec& x, const Vec& y) { return x & y; });
   }
   static Mask either(const Mask& a, const Mask& b) {
     if (a.is_uniform()) return a.value() ? a : b;
     if (b.is_uniform()) return b.value() ? b : a;
-    return each(a, b, [](const Vec& x, const Vec& y) { return V::either(x, y); });
+    return each(a, b, [](const Vec& x, const Vec& y) { return x | y; });
   }
   static N select(const Mask& m, const N& a, const N& b) {
     if (m.is_uniform()) return m.value() ? a : b;
@@ -190,7 +191,9 @@ struct Arithmetic<Row<C>> {
     const C* chosen = m.data();
     C* out;
     N r = N::fresh(m.pool(), out);
-    for_each_register<true>(m.pool(), [&](int64_t j) { V::select(Vec::loadu(chosen + j), x[j], y[j]).store(out + j); });
+    for_each_register<true>(m.pool(), [&](int64_t j) {
+      V::select(Masks::of_lanes(Vec::loadu(chosen + j)), x[j], y[j]).store(out + j);
+    });
     return r;
   }
 
@@ -224,6 +227,7 @@ struct Evaluator<Row<C>> {
   static __attribute__((noinline)) auto linearize(const N& x, const N& operand, const Scalar<C>* s) {
     constexpr int K = 1 + kTakes<Step, 'T'>;
     using A = Arithmetic<Vec>;
+    using Masks = typename A::Masks;
     const auto at = [&](const Vec& a, const Vec& b) { return Evaluator<Vec>::template linearize<Step>(a, b, s); };
     Dual<N, K> d;
     if (is_one_value<Step>(x, operand)) {
@@ -231,13 +235,13 @@ struct Evaluator<Row<C>> {
       d.value = N::of(first_lane(one.value));
       for (int k = 0; k < K; ++k) {
         d.tangent[k] = N::of(first_lane(one.tangent[k]));
-        d.active[k] = N::of(!(first_lane(one.active[k]) == 0));  // set bits are NaN
+        d.active[k] = N::of(!(first_lane(Masks::lanes(one.active[k])) == 0));  // set bits are NaN
       }
       return d;
     }
     auto& pool = pool_of(x, operand);
     C *value, *tangent[K], *active[K];
-    Vec all[K];
+    typename A::Mask all[K];
     d.value = N::fresh(pool, value);
     for (int k = 0; k < K; ++k) {
       d.tangent[k] = N::fresh(pool, tangent[k]);
@@ -250,14 +254,14 @@ struct Evaluator<Row<C>> {
         one.value.store(value + j);
         for (int k = 0; k < K; ++k) {
           one.tangent[k].store(tangent[k] + j);
-          one.active[k].store(active[k] + j);
+          Masks::lanes(one.active[k]).store(active[k] + j);
           all[k] = A::both(all[k], one.active[k]);
         }
       });
     });
     // What follows then has no mask to look at.
     for (int k = 0; k < K; ++k)
-      if (all[k].zero_mask() == 0) d.active[k] = N::of(1);
+      if (Masks::lanes(all[k]).zero_mask() == 0) d.active[k] = N::of(1);
     return d;
   }
 

@@ -23,6 +23,8 @@ template <>
 inline constexpr bool kExactFalling<at::vec::Vectorized<float>> = true;
 template <>
 inline constexpr bool kHasTables<at::vec::Vectorized<float>> = true;
+template <>
+inline constexpr bool kHasBounds<at::vec::Vectorized<float>> = true;
 
 // Inlined, within 1 ulp over all of float32, subnormal results too, but for those of exp2. at::vec calls a function for each
 // register, which takes three to five times as long: most of the time of every activation with an exponential. (Not tanh: it
@@ -41,9 +43,21 @@ struct VectorFunctions<at::vec::Vectorized<float>> {
     return at::vec::fmadd(half, reduced_expm1(x, n), half - N(0.5f)) * N(2);
   }
   static N exp2(const N& a) {
-    const N x = within(a, -127, 128), n = x.round();
-    return (polynomial_expm1((x - n) * N(kLog2)) + N(1)) * power_of_2(n);
+    const N x = within(a, -127, 128), n = x.round(), e = polynomial_expm1((x - n) * N(kLog2)) + N(1);
+#if defined(CPU_CAPABILITY_AVX512)
+    return scaled(e, n);
+#else
+    return e * power_of_2(_mm256_cvtps_epi32(n));
+#endif
   }
+  // The instructions give the second number where either is NaN, and of zeros.
+#if defined(CPU_CAPABILITY_AVX512)
+  static N lesser(const N& a, float c) { return _mm512_min_ps(_mm512_set1_ps(c), a); }
+  static N greater(const N& a, float c) { return _mm512_max_ps(_mm512_set1_ps(c), a); }
+#else
+  static N lesser(const N& a, float c) { return _mm256_min_ps(_mm256_set1_ps(c), a); }
+  static N greater(const N& a, float c) { return _mm256_max_ps(_mm256_set1_ps(c), a); }
+#endif
 
   // half_octave: 0 for a in [1, 1.5), 1 in [1.5, 2), 2 in [2, 3), to 7 in [12, 16); beyond them one of these.
 #if defined(CPU_CAPABILITY_AVX512)
@@ -87,14 +101,12 @@ struct VectorFunctions<at::vec::Vectorized<float>> {
   // scaled: a 2^n, rounded once if it is subnormal. power_of_2: 2^n for n in [-127, 128].
 #if defined(CPU_CAPABILITY_AVX512)
   static N scaled(const N& a, const N& n) { return _mm512_scalef_ps(a, n); }
-  static N power_of_2(const N& n) { return scaled(N(1), n); }
 #else
   // Neither 2^(n / 2) nor a times it is subnormal.
   static N scaled(const N& a, const N& n) {
     const __m256i whole = _mm256_cvtps_epi32(n), half = _mm256_srai_epi32(whole, 1);
     return a * power_of_2(half) * power_of_2(_mm256_sub_epi32(whole, half));
   }
-  static N power_of_2(const N& n) { return power_of_2(_mm256_cvtps_epi32(n)); }
   static N power_of_2(__m256i n) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(n, _mm256_set1_epi32(127)), 23));
   }
@@ -102,13 +114,53 @@ struct VectorFunctions<at::vec::Vectorized<float>> {
 };
 #endif
 
+// Masks of lanes: registers whose lanes have all bits set or clear, or where the hardware has those, a bit for each lane.
+inline namespace CPU_CAPABILITY {
+template <class C>
+struct LaneMask {
+  using Register = at::vec::Vectorized<C>;
+  using Mask = Register;
+  static Mask of_lanes(const Register& lanes) { return lanes; }
+  static Register lanes(const Mask& m) { return m; }
+  static Mask less(const Register& a, const Register& b) { return a < b; }
+  static Mask less_equal(const Register& a, const Register& b) { return a <= b; }
+  static Mask equal(const Register& a, const Register& b) { return a == b; }
+  static Mask mask(bool m) { return m ? Register(C(0)) == Register(C(0)) : Register(C(0)); }
+  static Mask both(const Mask& a, const Mask& b) { return a & b; }
+  static Mask either(const Mask& a, const Mask& b) { return a | b; }
+  static Mask negate(const Mask& a) { return a ^ mask(true); }
+  static Register select(const Mask& m, const Register& a, const Register& b) { return Register::blendv(b, a, m); }
+};
+#if defined(CPU_CAPABILITY_AVX512)
+// at::vec has lanes for masks here, too, which takes two instructions more for a comparison and a choice.
+template <>
+struct LaneMask<float> {
+  using Register = at::vec::Vectorized<float>;
+  struct Mask {
+    __mmask16 bits;
+  };
+  static Mask of_lanes(const Register& lanes) { return {_mm512_movepi32_mask(_mm512_castps_si512(lanes))}; }
+  static Register lanes(Mask m) { return _mm512_castsi512_ps(_mm512_movm_epi32(m.bits)); }
+  static Mask less(const Register& a, const Register& b) { return {_mm512_cmp_ps_mask(a, b, _CMP_LT_OQ)}; }
+  static Mask less_equal(const Register& a, const Register& b) { return {_mm512_cmp_ps_mask(a, b, _CMP_LE_OQ)}; }
+  static Mask equal(const Register& a, const Register& b) { return {_mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ)}; }
+  static Mask mask(bool m) { return {m ? __mmask16(0xffff) : __mmask16(0)}; }
+  static Mask both(Mask a, Mask b) { return {__mmask16(a.bits & b.bits)}; }
+  static Mask either(Mask a, Mask b) { return {__mmask16(a.bits | b.bits)}; }
+  static Mask negate(Mask a) { return {__mmask16(~a.bits)}; }
+  static Register select(Mask m, const Register& a, const Register& b) { return _mm512_mask_blend_ps(m.bits, b, a); }
+};
+#endif
+}  // namespace CPU_CAPABILITY
+
 // That of N, which is a register or derived from one.
 template <class N, class C>
 struct RegisterArithmetic : VectorFunctions<at::vec::Vectorized<C>> {
   using Register = at::vec::Vectorized<C>;
   using Functions = VectorFunctions<Register>;
   using Compute = C;
-  using Mask = Register;  // all bits of a lane set or clear
+  using Masks = LaneMask<C>;
+  using Mask = typename Masks::Mask;
 
   static N constant(C c) { return Register(c); }
   static N add(const N& a, const N& b) { return a + b; }
@@ -143,15 +195,14 @@ struct RegisterArithmetic : VectorFunctions<at::vec::Vectorized<C>> {
 #endif
   }
 
-  static Mask less(const N& a, const N& b) { return a < b; }
-  static Mask less_equal(const N& a, const N& b) { return a <= b; }
-  static Mask equal(const N& a, const N& b) { return a == b; }
-
-  static Mask mask(bool m) { return m ? Register(C(0)) == Register(C(0)) : Register(C(0)); }
-  static Mask both(const Mask& a, const Mask& b) { return a & b; }
-  static Mask either(const Mask& a, const Mask& b) { return a | b; }
-  static Mask negate(const Mask& a) { return a ^ mask(true); }
-  static N select(const Mask& m, const N& a, const N& b) { return Register::blendv(b, a, m); }
+  static Mask less(const N& a, const N& b) { return Masks::less(a, b); }
+  static Mask less_equal(const N& a, const N& b) { return Masks::less_equal(a, b); }
+  static Mask equal(const N& a, const N& b) { return Masks::equal(a, b); }
+  static Mask mask(bool m) { return Masks::mask(m); }
+  static Mask both(const Mask& a, const Mask& b) { return Masks::both(a, b); }
+  static Mask either(const Mask& a, const Mask& b) { return Masks::either(a, b); }
+  static Mask negate(const Mask& a) { return Masks::negate(a); }
+  static N select(const Mask& m, const N& a, const N& b) { return Masks::select(m, a, b); }
 };
 template <class C>
 struct Arithmetic<at::vec::Vectorized<C>> : RegisterArithmetic<at::vec::Vectorized<C>, C> {};
@@ -168,6 +219,8 @@ template <>
 struct Arithmetic<ReducedRegister> : RegisterArithmetic<ReducedRegister, float> {};
 template <>
 inline constexpr bool kReduced<ReducedRegister> = true;
+template <>
+inline constexpr bool kHasBounds<ReducedRegister> = true;
 #endif
 
 inline namespace CPU_CAPABILITY {
