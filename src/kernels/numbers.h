@@ -38,7 +38,8 @@ struct Scalar {
 //
 // `fma`, which rounds once, `estimate_reciprocal`, which is within 1 ulp, and the transcendental functions are there for
 // real numbers only (and for Trace): a primitive uses them for its value and states its derivative beside it.
-// `exp_falling`, e^x of a number of at most 0, has an absolute error of 2.7e-7: two instructions on a GPU, for derivatives and what they share.
+// `exp_falling`, e^x of a number of at most 0, has an absolute error of 2.7e-7: two instructions on a GPU, for derivatives and
+// what they share.
 // `exp2` may take what is below 2^-126 for 0 and what is above 2^127 for infinity: one instruction on a GPU.
 // The SIMD and CUDA versions of the others are within 1 to 2 ulp; there is no erf and no float erfc, because at::vec's float
 // erf has an absolute error of 1e-7 only.
