@@ -163,7 +163,6 @@ struct Arithmetic<Row<C>> {
   using N = Row<C>;
   using Vec = at::vec::Vectorized<C>;
   using V = Arithmetic<Vec>;
-  using Masks = typename V::Masks;
   using Compute = C;
   using Mask = N;  // all bits of an element set or clear
 
@@ -192,7 +191,7 @@ struct Arithmetic<Row<C>> {
     C* out;
     N r = N::fresh(m.pool(), out);
     for_each_register<true>(m.pool(), [&](int64_t j) {
-      V::select(Masks::of_lanes(Vec::loadu(chosen + j)), x[j], y[j]).store(out + j);
+      V::select(V::of_lanes(Vec::loadu(chosen + j)), x[j], y[j]).store(out + j);
     });
     return r;
   }
@@ -227,7 +226,6 @@ struct Evaluator<Row<C>> {
   static __attribute__((noinline)) auto linearize(const N& x, const N& operand, const Scalar<C>* s) {
     constexpr int K = 1 + kTakes<Step, 'T'>;
     using A = Arithmetic<Vec>;
-    using Masks = typename A::Masks;
     const auto at = [&](const Vec& a, const Vec& b) { return Evaluator<Vec>::template linearize<Step>(a, b, s); };
     Dual<N, K> d;
     if (is_one_value<Step>(x, operand)) {
@@ -235,7 +233,7 @@ struct Evaluator<Row<C>> {
       d.value = N::of(first_lane(one.value));
       for (int k = 0; k < K; ++k) {
         d.tangent[k] = N::of(first_lane(one.tangent[k]));
-        d.active[k] = N::of(!(first_lane(Masks::lanes(one.active[k])) == 0));  // set bits are NaN
+        d.active[k] = N::of(!(first_lane(A::lanes(one.active[k])) == 0));  // set bits are NaN
       }
       return d;
     }
@@ -254,14 +252,14 @@ struct Evaluator<Row<C>> {
         one.value.store(value + j);
         for (int k = 0; k < K; ++k) {
           one.tangent[k].store(tangent[k] + j);
-          Masks::lanes(one.active[k]).store(active[k] + j);
+          A::lanes(one.active[k]).store(active[k] + j);
           all[k] = A::both(all[k], one.active[k]);
         }
       });
     });
     // What follows then has no mask to look at.
     for (int k = 0; k < K; ++k)
-      if (Masks::lanes(all[k]).zero_mask() == 0) d.active[k] = N::of(1);
+      if (A::lanes(all[k]).zero_mask() == 0) d.active[k] = N::of(1);
     return d;
   }
 

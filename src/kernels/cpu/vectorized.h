@@ -114,10 +114,11 @@ struct VectorFunctions<at::vec::Vectorized<float>> {
 };
 #endif
 
-// Masks of lanes: registers whose lanes have all bits set or clear, or where the hardware has those, a bit for each lane.
+// Comparisons and what is made of them: masks are registers whose lanes have all bits set or clear, or where the hardware has
+// those, a bit for each lane.
 inline namespace CPU_CAPABILITY {
 template <class C>
-struct LaneMask {
+struct LaneMasks {
   using Register = at::vec::Vectorized<C>;
   using Mask = Register;
   static Mask of_lanes(const Register& lanes) { return lanes; }
@@ -134,7 +135,7 @@ struct LaneMask {
 #if defined(CPU_CAPABILITY_AVX512)
 // at::vec has lanes for masks here, too, which takes two instructions more for a comparison and a choice.
 template <>
-struct LaneMask<float> {
+struct LaneMasks<float> {
   using Register = at::vec::Vectorized<float>;
   struct Mask {
     __mmask16 bits;
@@ -155,12 +156,10 @@ struct LaneMask<float> {
 
 // That of N, which is a register or derived from one.
 template <class N, class C>
-struct RegisterArithmetic : VectorFunctions<at::vec::Vectorized<C>> {
+struct RegisterArithmetic : VectorFunctions<at::vec::Vectorized<C>>, LaneMasks<C> {
   using Register = at::vec::Vectorized<C>;
   using Functions = VectorFunctions<Register>;
   using Compute = C;
-  using Masks = LaneMask<C>;
-  using Mask = typename Masks::Mask;
 
   static N constant(C c) { return Register(c); }
   static N add(const N& a, const N& b) { return a + b; }
@@ -194,15 +193,6 @@ struct RegisterArithmetic : VectorFunctions<at::vec::Vectorized<C>> {
     return Register::loadu(z);
 #endif
   }
-
-  static Mask less(const N& a, const N& b) { return Masks::less(a, b); }
-  static Mask less_equal(const N& a, const N& b) { return Masks::less_equal(a, b); }
-  static Mask equal(const N& a, const N& b) { return Masks::equal(a, b); }
-  static Mask mask(bool m) { return Masks::mask(m); }
-  static Mask both(const Mask& a, const Mask& b) { return Masks::both(a, b); }
-  static Mask either(const Mask& a, const Mask& b) { return Masks::either(a, b); }
-  static Mask negate(const Mask& a) { return Masks::negate(a); }
-  static N select(const Mask& m, const N& a, const N& b) { return Masks::select(m, a, b); }
 };
 template <class C>
 struct Arithmetic<at::vec::Vectorized<C>> : RegisterArithmetic<at::vec::Vectorized<C>, C> {};
