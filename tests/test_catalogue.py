@@ -461,6 +461,29 @@ def test_gated_reads_strided_halves_in_place(device):
     assert_same(functional.gated(gate, up, "silu"), functional.silu_and_mul(packed))
 
 
+@pytest.mark.parametrize("act", [op.name for op in fused_act.ops() if op.is_activation and oracle.transcendental(op)])
+def test_gradient_of_the_half_beside_a_gate(act, dtype, device):
+    """It is the gate's value, no result there: some formulas share an exponential with the derivative. Where the value
+    is e^-k its error may be 1.5 k eps more, but is relative, whatever large number the gradient is multiplied by."""
+    grid = cases.grid(dtype, OPS[act], scalars_of(OPS[act]))
+    gate = torch.cat([torch.linspace(-8, 8, 20001, dtype=torch.float64), grid])
+    gate = gate[gate.abs() <= 8].to(dtype).to(device)
+    scalars = {"alpha": 0.75} if scalars_of(OPS[act]) else {}
+    up = torch.ones_like(gate, requires_grad=True)
+    (got,) = torch.autograd.grad(torch.ops.fused_act.gated(gate, up, act, **scalars), up, torch.full_like(up, 32))
+    got, x = got.cpu().double(), gate.cpu().double()
+    exact = 32 * oracle.oracle(OPS[act], gate, scalars_of(OPS[act])).cpu()
+    eps = torch.finfo(oracle.COMPUTE[dtype]).eps
+    size = -(exact / 32).abs().clamp(1e-300, 1).log()
+    limit = eps * (4 + 1.5 * size * (x < -2)) if dtype != torch.float64 else 1e-14 * (1 + x**2)
+    limit = limit * exact.abs() + torch.finfo(dtype).smallest_normal
+    if act == "tanhshrink" and dtype == torch.float64:  # the oracle's x - tanh(x) cancels
+        limit = limit + 32 * 4e-16 * x.abs()
+    if dtype in cases.HALVES:
+        limit = limit + 0.5 * oracle.ulp(exact, dtype) * (1 + 2**-8)
+    report(((got - exact).abs() <= limit) | oracle.same(got, exact.to(dtype).double()), actual=got, exact=exact, gate=x)
+
+
 def test_training_step_with_gradient_penalty(device):
     """A generator and a discriminator with bias_act as StyleGAN uses it, and the R1 penalty, equal to eager."""
 

@@ -43,11 +43,12 @@ struct VectorFunctions<at::vec::Vectorized<float>> {
     return at::vec::fmadd(half, reduced_expm1(x, n), half - N(0.5f)) * N(2);
   }
   static N exp2(const N& a) {
-    const N x = within(a, -127, 128), n = x.round(), e = polynomial_expm1((x - n) * N(kLog2)) + N(1);
 #if defined(CPU_CAPABILITY_AVX512)
-    return scaled(e, n);
+    const N x = within(a, -152, 128), n = x.round();  // 2^-152 is 0
+    return scaled(polynomial_expm1((x - n) * N(kLog2)) + N(1), n);
 #else
-    return e * power_of_2(_mm256_cvtps_epi32(n));
+    const N x = within(a, -127, 128), n = x.round();  // 2^-127 is 0 here
+    return (polynomial_expm1((x - n) * N(kLog2)) + N(1)) * power_of_2(_mm256_cvtps_epi32(n));
 #endif
   }
   // The instructions give the second number where either is NaN, and of zeros.
