@@ -107,3 +107,40 @@ def compare_devices(op, dtype, case):
         # terms.
         loose = torch.finfo(dtype).eps + torch.finfo(torch.float32).eps * terms**0.5
         torch.testing.assert_close(a.cpu(), b, rtol=4 * loose, atol=4 * loose * terms**0.5)
+
+
+def rows_of_no_vectors(rows, length, dtype):
+    """Two tensors of shape (rows, length): as the halves of one, as every third row, and after an odd offset."""
+    g = torch.Generator().manual_seed(rows)
+
+    def make(*size):
+        return torch.randn(size, generator=g).to(dtype).cuda()
+
+    count = rows * length
+    packed, sparse, shifted = make(rows, 2 * length), make(2, rows, 3, length), make(2 * count + 1)
+    yield from (packed.chunk(2, -1), sparse[:, :, 1].unbind(), shifted[1:].view(2, rows, length).unbind())
+
+
+@pytest.mark.parametrize("rows, length", [(1, 1), (1, 7), (3, 63), (129, 5), (61, 1001), (2, 4096)])
+@pytest.mark.parametrize("dtype", [*cases.HALVES, torch.float32], ids=str)
+@pytest.mark.parametrize("act", ["relu", "silu", "hardtanh"])
+def test_what_no_vector_fits(act, dtype, rows, length):
+    """Residuals and gates have kernels for that, which take elements a warp's width apart: to the bit what whole
+    vectors give. relu and hardtanh leave codes."""
+    calls = {
+        "act_add": lambda x, y: torch.ops.fused_act.act_add(x, y, act, dim=-1),
+        "gated": lambda x, y: torch.ops.fused_act.gated(x, y, act, dim=-1),
+    }
+    for name, call in calls.items():
+        for tensors in rows_of_no_vectors(rows, length, dtype):
+            go = torch.randn(rows, length, device="cuda").to(dtype)
+
+            def run(values, go):
+                leaves = [t.detach().requires_grad_() for t in values]
+                y = call(*leaves)
+                return [y.detach(), *torch.autograd.grad(y, leaves, go)]
+
+            pad = (0, -length % 16, 0, 1)
+            whole = [torch.nn.functional.pad(t, pad) for t in (*tensors, go)]
+            for got, want in zip(run(tensors, go), run(whole[:2], whole[2]), strict=True):
+                assert torch.equal(got, want[:rows, :length]), (name, got, want)

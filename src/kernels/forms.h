@@ -112,14 +112,12 @@ constexpr bool kExact<Exact<Form, beside, along>> = true;
 template <class Op>
 constexpr bool kSurrounded = Op::kFramed || kExact<Op>;
 
-// Whether its kernels also take what is no whole vectors: gates and residuals without a bias, among them the halves of a tensor
-// whose last dimension has any length, and gates with biases. What else does not fit is copied first.
+// Whether there are also kernels for what is no whole vectors: of gates and residuals without a bias, among them the halves of a
+// tensor whose last dimension has any length. What else does not fit is copied first.
 template <class Op>
 constexpr bool kLoose = false;
 template <class Form, uint32_t along>
 constexpr bool kLoose<Exact<Form, Beside::x, along>> = true;
-template <class First, class Second, uint32_t along>
-constexpr bool kLoose<Exact<Gated<First, Second>, Beside::axis, along>> = true;
 
 // Whether there are kernels that sum operand gradients; and which operands these kernels know to lie along the axis of the
 // sums, a bit each, so that they load them once. The others' gradients are then no sums: a residual that is broadcast and

@@ -1,6 +1,7 @@
 // What all CUDA kernels share, and the kernels of compiled chains, each a template over chain, element type and mode:
 //
 //   flat_kernel      full tensors dense in one order, one 16-byte vector a thread, or two; codes, too
+//   spread_kernel    full tensors that whole vectors do not fit, as many elements a thread
 //   row_kernel       flat, and operand gradients summed over the rows of a channel (NCHW)
 //   column_kernel    flat, and operand gradients summed over the rows of a matrix (channels_last, features)
 //   finish_kernel    sums the partial sums of the reductions, in a fixed order
@@ -68,8 +69,12 @@ constexpr int kMaxThreads = kThis.threads;
 // How many vectors side by side a thread of flat_kernel takes. Not where codes of four elements are put together by
 // neighbours, nor of what has tensors that are not flat.
 template <class Op>
+constexpr bool may_take_two(Mode mode) {
+  return !kSurrounded<Op> && mode != Mode::coded;
+}
+template <class Op>
 constexpr int flat_vectors(Mode mode, const Architecture& a) {
-  return kSurrounded<Op> || mode == Mode::coded ? 1 : a.vectors;
+  return may_take_two<Op>(mode) ? a.vectors : 1;
 }
 // Blocks of a compiled flat_kernel that a multiprocessor holds at least. In forward as many as there can be, 32 registers
 // a thread on an H100; three quarters of that, 40 registers, for several operands beside eight elements, and where codes of
@@ -84,6 +89,8 @@ constexpr int flat_residents(Mode mode, int elements) {
     return elements < 8 ? most : mode != Mode::backward || Op::kOperands > 1 ? most / 2 : Op::kTwo ? most * 3 / 4 : most;
   return Op::kHeavy ? most / 2 : 1;
 }
+// Of spread_kernel: 64 registers a thread.
+constexpr int kSpreadResidents = 4;
 // The same of a Program: 64 registers a thread in forward, 80 in backward. Reading a thread's next group while one is
 // evaluated needs 80 in forward, too, and took 1.1 to 1.3 times as long: a step is mostly waiting, which other warps hide.
 constexpr int kProgramResidents = 4;
@@ -122,23 +129,28 @@ enum class Access : int {
 };
 
 // How a full tensor lies: element i of the walk is at i + i / inner * extra, or at 2 i where the tensor has every second
-// element of a buffer. A loose one has rows that are no whole vectors, or begins between two.
+// element of a buffer.
 struct Lay {
   uint32_t extra = 0;
-  bool pair = false, loose = false;
+  bool pair = false;
 };
+// Where element i of the walk is, of row i / inner.
+__device__ __forceinline__ int64_t offset_in_rows(const Lay& lay, uint32_t row, int64_t i) {
+  int64_t at;
+  asm("mad.wide.u32 %0, %1, %2, %3;" : "=l"(at) : "r"(row), "r"(lay.extra), "l"(i));
+  return at;
+}
 
 // What a thread takes at a time: `parts` vectors of 16 bytes of x, of whose elements those in [start, end) are wanted. An
 // index has 32 bits where a tensor has less than 2^31 elements, 64 where that is not known. Whole groups, nearly all, are
-// told apart once: what that saves is a third of the instructions of a bias and an activation. `loose`: whether a tensor may be.
-template <int bytes, int parts, class I, bool loose = false>
+// told apart once: what that saves is a third of the instructions of a bias and an activation.
+template <int bytes, int parts, class I>
 struct Group {
   using Index = I;
-  static constexpr bool kLoose = loose;
+  static constexpr bool kSpread = false;
   static constexpr int kBytes = bytes, kParts = parts, n = kVector<bytes>, kLanes = n * parts;
   Index i[parts], start, end;
   Index row[parts] = {};  // only where a tensor has a pitch
-  Index left = 0;         // and where one may be loose: how many elements there are up to the end of the row
   bool whole;
 
   // All of one vector.
@@ -184,14 +196,28 @@ struct Group {
   }
   // Where part p of a tensor begins.
   __device__ __forceinline__ int64_t offset(const Lay& lay, int p) const {
-    int64_t at;
-    asm("mad.wide.u32 %0, %1, %2, %3;" : "=l"(at) : "r"(uint32_t(row[p])), "r"(lay.extra), "l"(int64_t(i[p])));
+    const int64_t at = offset_in_rows(lay, uint32_t(row[p]), int64_t(i[p]));
     return lay.pair ? 2 * at : at;
   }
-  // That of element j of a loose tensor, of which a row has a vector's elements at least.
-  __device__ __forceinline__ int64_t loose_offset(const Lay& lay, int j) const {
-    return offset(lay, 0) + j + (Index(j) < left ? 0 : lay.extra);
-  }
+};
+
+// As many elements, a warp's width apart, so that the threads of a warp read and write neighbours: of tensors whose rows are no
+// whole vectors, or that begin between two. (With elements side by side in a thread every access of a warp met 32 places 16 bytes
+// apart, and backward of halves of 63 elements took 4.9 copies in bfloat16 and 1.7 in float32.)
+template <int bytes>
+struct Spread {
+  using Index = uint32_t;
+  static constexpr bool kSpread = true, whole = false;
+  static constexpr int kBytes = bytes, kParts = 1, n = kVector<bytes>, kLanes = n;
+  Index i[1], end;
+  Index row[n] = {};  // only where a tensor has a pitch
+
+  // From `first` on, of a tensor of `end` elements.
+  __device__ __forceinline__ Spread(Index first, Index end) : i{first}, end(end) {}
+  __device__ __forceinline__ bool has(int j) const { return i[0] + j * kWarp < end; }
+  // Of element j, or where there is none, of the last, which may be read in its place.
+  __device__ __forceinline__ Index index(int j) const { return min(i[0] + j * kWarp, end - 1); }
+  __device__ __forceinline__ int64_t offset(const Lay& lay, int j) const { return offset_in_rows(lay, row[j], index(j)); }
 };
 
 template <class C>
@@ -220,16 +246,11 @@ __device__ __forceinline__ Bits<bytes, G::kLanes> load_full(const void* p, const
 #pragma unroll
     for (int j = 0; j < n; ++j) out.set(part * n + j, bits.get(first + j * step));
   };
-  if constexpr (G::kLoose) {
-    if (lay.loose) {
-      const auto* from = static_cast<const typename Bits<bytes, n>::Word*>(p);
+  const auto* from = static_cast<const typename Bits<bytes, n>::Word*>(p);
+  if constexpr (G::kSpread) {
 #pragma unroll
-      for (int j = 0; j < n; ++j) out.set(j, from[at.loose_offset(lay, j)]);
-      return out;
-    }
-  }
-  if (!at.whole) {
-    const auto* from = static_cast<const typename Bits<bytes, n>::Word*>(p);
+    for (int j = 0; j < n; ++j) out.set(j, from[at.offset(lay, j)]);
+  } else if (!at.whole) {
     const G cut = at.cut();
 #pragma unroll
     for (int j = 0; j < G::kLanes; ++j)
@@ -265,15 +286,12 @@ __device__ __forceinline__ void store_pairs(void* p, const G& at, const Lanes<C,
 template <int bytes, class G>
 __device__ __forceinline__ void store_full(void* p, const Lay& lay, const G& at, const Bits<bytes, G::kLanes>& bits) {
   constexpr int n = G::n;
-  if constexpr (G::kLoose) {
-    if (lay.loose) {
-      auto* to = static_cast<typename Bits<bytes, n>::Word*>(p);
+  auto* to = static_cast<typename Bits<bytes, n>::Word*>(p);
+  if constexpr (G::kSpread) {
 #pragma unroll
-      for (int j = 0; j < n; ++j) to[at.loose_offset(lay, j)] = bits.get(j);
-      return;
-    }
-  }
-  if (at.whole && !lay.pair) {
+    for (int j = 0; j < n; ++j)
+      if (at.has(j)) to[at.offset(lay, j)] = bits.get(j);
+  } else if (at.whole && !lay.pair) {
 #pragma unroll
     for (int part = 0; part < G::kParts; ++part) {
       Bits<bytes, n> some{};
@@ -282,7 +300,6 @@ __device__ __forceinline__ void store_full(void* p, const Lay& lay, const G& at,
       store_bits(p, at.offset(lay, part), some);
     }
   } else {
-    auto* to = static_cast<typename Bits<bytes, n>::Word*>(p);
     const G cut = at.cut();
 #pragma unroll
     for (int j = 0; j < G::kLanes; ++j)
@@ -317,7 +334,7 @@ __device__ __forceinline__ Lanes<C, G::kLanes> load_vectors(const OperandArg<C>&
   using Index = typename G::Index;
   constexpr int n = G::n;
   if (o.access == Access::full)
-    return to_lanes(load_full<false, bytes>(o.data, Can::kAny ? o.lay : Lay{o.lay.extra, Can::kPairs, o.lay.loose}, at), o.dtype);
+    return to_lanes(load_full<false, bytes>(o.data, Can::kAny ? o.lay : Lay{o.lay.extra, Can::kPairs}, at), o.dtype);
   place.find(o, at);
   Bits<bytes, G::kLanes> bits{};
   if (!Can::kAny || (o.access == Access::dense && at.whole)) {
@@ -404,6 +421,13 @@ __device__ __forceinline__ Lanes<C, G::kLanes> load_operand(const OperandArg<C>&
   if (Can::kAny && G::kBytes == 2 && o.dtype == Dtype::f32)
     return load_vectors<int(sizeof(C)), Can>(o, at, place);
   return load_vectors<G::kBytes, Can>(o, at, place);
+}
+
+// The same beside what is spread, where nothing lies along an axis.
+template <int bytes, class C>
+__device__ __forceinline__ Lanes<C, kVector<bytes>> load_operand(const OperandArg<C>& o, const Spread<bytes>& at) {
+  if (o.access == Access::full) return to_lanes(load_full<false, bytes>(o.data, Lay{o.lay.extra}, at), o.dtype);
+  return constant<Lanes<C, kVector<bytes>>>(o.access == Access::scalar ? load_element<C>(o.data, o.dtype, 0) : o.value);
 }
 
 // ---- what every kernel is given -------------------------------------------------------------------------------
@@ -497,6 +521,26 @@ __device__ __forceinline__ void store_codes(const A& a, const G& at, const N& sl
   a.codes == 3 ? store(std::integral_constant<int, 3>()) : store(std::integral_constant<int, 4>());
 }
 
+// The same of elements that are spread: a warp has a word of codes for each of a thread's.
+template <class A, int bytes, class N>
+__device__ __forceinline__ void store_codes(const A& a, const Spread<bytes>& at, const N& slope) {
+  constexpr int n = kVector<bytes>;
+  const int lane = threadIdx.x % kWarp;
+  uint32_t low = 0, high = 0;
+#pragma unroll
+  for (int j = 0; j < n; ++j) {
+    const auto s = slope.lane[j];
+    const bool both = a.codes > 3 && s == a.code_key[3];
+    const uint32_t first = __ballot_sync(0xffffffffu, s == a.code_key[1] || both);
+    const uint32_t second = __ballot_sync(0xffffffffu, (a.codes > 2 && s == a.code_key[2]) || both);
+    if (lane == j) low = first, high = second;
+  }
+  const int64_t word = (at.i[0] - lane) / kCodeWord + lane;
+  if (lane >= n || word >= a.plane_words) return;
+  a.code_words[word] = low;
+  if (a.codes > 2) a.code_words[a.plane_words + word] = high;
+}
+
 // A bit for each lane.
 struct PackedMask {
   uint32_t bits;
@@ -580,7 +624,11 @@ struct VectorIo {
   }
   __device__ __forceinline__ N load_now(int k) {
     if (Sums::holds(k)) return sums.template held<N>(k, a.dtype);
-    return lanes_as<N>(load_operand<Loads<Op>>(a.operand[k], at, place));
+    if constexpr (G::kSpread) {
+      return lanes_as<N>(load_operand(a.operand[k], at));
+    } else {
+      return lanes_as<N>(load_operand<Loads<Op>>(a.operand[k], at, place));
+    }
   }
   // A direction is had by codes alone, whose operands are then its parts.
   FUSED_ACT_FN N direction(int k) const { return loaded[k]; }
@@ -595,7 +643,7 @@ struct VectorIo {
     if (Sums::may_sum(k) && a.emit[k] == Emit::reduce) sums.add(k, plain, at);
     if (!Sums::may_store(k) || a.emit[k] != Emit::store) return;
     if constexpr (kSurrounded<Op>) {
-      store_gradient(a, k, {a.plan.gradient[k].extra, false, a.plan.gradient[k].loose}, at, plain);
+      store_gradient(a, k, {a.plan.gradient[k].extra}, at, plain);
     } else {
       store_gradient(a, k, Lay(), at, plain);
     }
@@ -637,17 +685,17 @@ using Vector = Group<bytes, 1, Index>;
 // How x and the result lie.
 template <class Op, class C>
 __device__ __forceinline__ Lay lay_of_x(const Args<Op, C>& a) {
-  if constexpr (kSurrounded<Op>) return {a.plan.x.extra, Op::kPairs, a.plan.x.loose};
+  if constexpr (kSurrounded<Op>) return {a.plan.x.extra, Op::kPairs};
   return {};
 }
 template <class Op, class C>
 __device__ __forceinline__ Lay lay_of_out(const Args<Op, C>& a) {
-  if constexpr (kSurrounded<Op>) return {a.plan.out.extra, false, a.plan.out.loose};
+  if constexpr (kSurrounded<Op>) return {a.plan.out.extra};
   return {};
 }
 template <class Op, class C>
 __device__ __forceinline__ Lay lay_of_g(const Args<Op, C>& a) {
-  if constexpr (kSurrounded<Op>) return {a.plan.g.extra, false, a.plan.g.loose};
+  if constexpr (kSurrounded<Op>) return {a.plan.g.extra};
   return {};
 }
 
@@ -780,13 +828,9 @@ __global__ void __launch_bounds__(kThreads / tuning::flat_vectors<Op>(mode, tuni
   if constexpr (kSurrounded<Op>) {
     const uint32_t i = (blockIdx.x * kThreads + threadIdx.x) * kVector<bytes>, numel = uint32_t(a.numel);
     if (!all_run && i >= numel) return;
-    using At = Group<bytes, 1, uint32_t, kLoose<Op>>;
+    using At = Group<bytes, 1, uint32_t>;
     At at = all_run ? At(i, 0, 0, numel) : At(i);
-    if (a.plan.pitched) {
-      const uint32_t inner = uint32_t(a.plan.by_inner.divisor);
-      at.row[0] = a.plan.by_inner.quotient(i);
-      at.left = inner - (i - at.row[0] * inner);
-    }
+    if (a.plan.pitched) at.row[0] = a.plan.by_inner.quotient(i);
     process<Op, bytes, mode>(a, at, sums);
   } else {
     constexpr int V = kVector<bytes>, vectors = tuning::flat_vectors<Op>(mode, tuning::kThis);
@@ -809,6 +853,23 @@ __global__ void __launch_bounds__(kThreads / tuning::flat_vectors<Op>(mode, tuni
       }
     }
   }
+}
+
+// Of what surrounds an activation and is as large as x.
+template <class Op, int bytes, Mode mode>
+__global__ void __launch_bounds__(kThreads, tuning::kSpreadResidents)
+    spread_kernel(const __grid_constant__ Args<Op, Compute<bytes>> a) {
+  wait_for_earlier();
+  NoSums sums;
+  const uint32_t lane = threadIdx.x % kWarp, numel = uint32_t(a.numel);
+  const uint32_t first = (blockIdx.x * kThreads + threadIdx.x - lane) * kVector<bytes> + lane;
+  if (mode != Mode::coded && first >= numel) return;
+  Spread<bytes> at(first, numel);
+  if (a.plan.pitched) {
+#pragma unroll
+    for (int j = 0; j < at.n; ++j) at.row[j] = a.plan.by_inner.quotient(at.index(j));
+  }
+  process<Op, bytes, mode>(a, at, sums);
 }
 
 // ---- reductions -----------------------------------------------------------------------------------------------

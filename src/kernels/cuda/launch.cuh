@@ -56,7 +56,8 @@ class Launcher {
       for (int k = 0; k < O; ++k)
         if (const int from = given(k); from >= 0) look_at_operand(r.operand[from], kOperand + from, args_.operand[k]);
       if constexpr (kSurrounded<Op>) {  // whose kernels have no code for what is rare
-        vectors_ &= r.x.data && (mode == Mode::backward ? r.g.data : r.out[0].data) && r.numel % kElements == 0;
+        vectors_ &= r.x.data && (mode == Mode::backward ? r.g.data : r.out[0].data);
+        no_vectors_fit(r.numel % kElements != 0);
         vectors_ &= args_.plan.x.pair == Op::kPairs;
         if (Op::kPairs && mode == Mode::backward) {  // which writes both halves at once
           vectors_ &= r.out[0].data && args_.plan.out.pair && args_.plan.gradient[0].pair && gradient(0).dtype == r.dtype &&
@@ -68,7 +69,7 @@ class Launcher {
         for (const OperandArg<C>& o : args_.operand) {
           const bool full = o.access == Access::full;
           vectors_ &= o.access != Access::walk && !(full && o.lay.pair != Op::kPairs) &&
-                      !((full || o.access == Access::dense) && o.dtype != r.dtype);
+                      !((full || o.access == Access::dense) && o.dtype != r.dtype) && !(spread_ && o.is_along_axis());
         }
       }
     }
@@ -175,7 +176,13 @@ class Launcher {
   }
   bool is_full(const Request::OperandGradient& g) const { return g.data && g.numel == request_.numel; }
 
-  // Finds out how a full tensor lies: flat, in rows with a pitch, as one half of pairs, or loose.
+  // Where whole vectors do not fit a tensor.
+  void no_vectors_fit(bool none) {
+    spread_ |= kLoose<Op> && none;
+    vectors_ &= kLoose<Op> || !none;
+  }
+
+  // Finds out how a full tensor lies: flat, in rows with a pitch, or as one half of pairs.
   void look(const void* p, int row, Lay& lay, Dtype dtype) {
     if (!p) return;
     if (aligned(p) && geometry_.flat(row)) return;
@@ -186,13 +193,11 @@ class Launcher {
     if (request_.pairs && space.ndim == 1 && stride[0] == 2 &&
         aligned(static_cast<const char*>(p) - reinterpret_cast<uintptr_t>(p) / size % 2 * size)) {
       lay.pair = true;
-    } else if (kLoose<Op> && space.flat(row)) {
-      lay.loose = true;
-    } else if (space.ndim == 2 && stride[1] == 1 && stride[0] > space.sizes[1] && stride[0] < (int64_t(1) << 32) &&
-               space.sizes[1] >= kElements) {
+    } else if (space.flat(row)) {
+      no_vectors_fit(true);
+    } else if (space.ndim == 2 && stride[1] == 1 && stride[0] > space.sizes[1] && stride[0] < (int64_t(1) << 32)) {
       lay.extra = static_cast<uint32_t>(stride[0] - space.sizes[1]);
-      lay.loose = !aligned(p) || stride[0] * size % 16 != 0 || space.sizes[1] % kElements != 0;
-      vectors_ &= kLoose<Op> || !lay.loose;
+      no_vectors_fit(!aligned(p) || stride[0] * size % 16 != 0 || space.sizes[1] % kElements != 0);
       if constexpr (kWalks) {
         args_.plan.pitched = true;
         args_.plan.by_inner = Divider::of(space.sizes[1], request_.numel);
@@ -333,15 +338,17 @@ class Launcher {
     if constexpr (Op::kDynamic) {
       return launch_program(dim3(blocks), ProgramWalk{});
     } else {
-      const auto launch = [&](auto* kernel) {
-        const int capability = compiled_for(reinterpret_cast<const void*>(kernel));
+      if constexpr (kLoose<Op>)
+        if (spread_) return launch(&spread_kernel<Op, bytes, mode>, blocks, args_);
+      const auto launch_vectors = [&](auto* kernel) {
+        const int capability = tuning::may_take_two<Op>(mode) ? compiled_for(reinterpret_cast<const void*>(kernel)) : 0;
         const int vectors = tuning::flat_vectors<Op>(mode, tuning::architecture(capability));
         return launch_with(threads_ / vectors, 0, kernel, blocks, args_);
       };
-      if constexpr (kShort<Op, mode>) return launch(&flat_kernel<Op, bytes, mode, uint32_t>);
+      if constexpr (kShort<Op, mode>) return launch_vectors(&flat_kernel<Op, bytes, mode, uint32_t>);
       if constexpr (Op::kOperands > 0 && mode == Mode::forward)  // which find an operand's element
-        if (request_.numel <= kShortElements) return launch(&flat_kernel<Op, bytes, mode, uint32_t>);
-      if constexpr (!kShort<Op, mode>) return launch(&flat_kernel<Op, bytes, mode, int64_t>);
+        if (request_.numel <= kShortElements) return launch_vectors(&flat_kernel<Op, bytes, mode, uint32_t>);
+      if constexpr (!kShort<Op, mode>) return launch_vectors(&flat_kernel<Op, bytes, mode, int64_t>);
     }
   }
 
@@ -535,6 +542,7 @@ class Launcher {
   Args<Op, C> args_;
   bool flat_ = false;     // every full tensor is dense in the order of the walk and aligned
   bool vectors_ = false;  // a vector kernel can walk every tensor
+  bool spread_ = false;   // spread_kernel is to walk them, since whole vectors do not fit one
   Plan plan_[Args<Op, C>::O] = {};
   ChannelForm main_;  // of the gradients that are summed in one pass with the full outputs
 };
