@@ -1,24 +1,33 @@
 """Python functions with a signature of their own, made from the table.
 
 A function is compiled from its signature, as :mod:`dataclasses` and :mod:`collections` do it: so ``help``, editors,
-``inspect`` and TorchDynamo see a plain function, and a call costs no ``*args``.
+``inspect`` and TorchDynamo see a plain function, and a call costs no ``*args``. All of a module are compiled at once:
+one by one they took a quarter of the time of this import.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import textwrap
 from typing import Any
 
 from ._table import Operator, Parameter
 
 
-def define(name: str, parameters: list[str], body: list[str], module: dict[str, Any]) -> Callable[..., Any]:
-    """Compiles ``def name(parameters): body`` with the ``globals()`` of a module, where TorchDynamo looks names up."""
-    source = f"def {name}({', '.join(parameters)}):\n" + "\n".join(f"    {line}" for line in body)
-    namespace: dict[str, Any] = {}
-    code = compile(source, f"<{module['__name__']}>", "exec", dont_inherit=True)  # annotations as objects, not strings
-    exec(code, module, namespace)
-    return namespace[name]
+def function(name: str, parameters: list[str], body: list[str], returns: str = "") -> str:
+    """The source of ``def name(parameters) -> returns: body``."""
+    signature = f"def {name}({', '.join(parameters)}){returns and f' -> {returns}'}:"
+    return "\n".join([signature, *(f"    {line}" for line in body)])
+
+
+def subclass(name: str, base: str, functions: list[str]) -> str:
+    """The source of a class with these functions."""
+    return "\n".join([f"class {name}({base}):", *(textwrap.indent(f, "    ") for f in functions)])
+
+
+def define(sources: list[str], module: dict[str, Any]) -> None:
+    """Runs all sources in the ``globals()`` of a module, where TorchDynamo looks names up."""
+    code = compile("\n".join(sources), f"<{module['__name__']}>", "exec", dont_inherit=True)  # annotations as objects
+    exec(code, module)
 
 
 def annotated(p: Parameter) -> str:

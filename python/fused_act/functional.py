@@ -7,9 +7,9 @@ float64 for float64, rounded once when the result is stored.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor  # noqa: F401  (the functions compiled below name it)
 
-from ._signature import annotated, define, describe_parameters
+from ._signature import annotated, define, describe_parameters, function
 from ._table import OPERATORS, Operator
 
 __all__ = [name for op in OPERATORS for name in (op.name, op.in_place) if name]
@@ -50,23 +50,20 @@ def _document(op: Operator, in_place: bool) -> str:
     return "\n".join(lines)
 
 
-def _make(op: Operator, name: str):
+def _source(op: Operator, name: str) -> str:
     parameters = [f"{op.input}: Tensor", *map(annotated, op.parameters)]
     arguments = [op.input, *(p.name for p in op.parameters)]
     if op.operands:
         parameters.append(f"dim: int = {op.dim}")
         arguments.append("dim")
-    operator = f"_{name}_operator"  # a global: two attribute look-ups less in each call
-    globals()[operator] = getattr(torch.ops.fused_act, name).default
-    function = define(name, parameters, [f"return {operator}({', '.join(arguments)})"], globals())
-    function.__annotations__["return"] = Tensor
-    function.__doc__ = _document(op, name == op.in_place)
-    return function
+    # Of the operator a global, _NAME_operator: two attribute look-ups less in each call.
+    return function(name, parameters, [f"return _{name}_operator({', '.join(arguments)})"], "Tensor")
 
 
-for _op in OPERATORS:
-    for _name in (_op.name, _op.in_place):
-        if _name:
-            globals()[_name] = _make(_op, _name)
+_functions = {name: op for op in OPERATORS for name in (op.name, op.in_place) if name}
+globals().update({f"_{name}_operator": getattr(torch.ops.fused_act, name).default for name in _functions})
+define([_source(op, name) for name, op in _functions.items()], globals())
+for _name, _op in _functions.items():
+    globals()[_name].__doc__ = _document(_op, _name == _op.in_place)
 
-del _op, _name
+del _functions, _name, _op

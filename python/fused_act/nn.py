@@ -7,13 +7,14 @@ which are given in each call. A scalar and an activation's name become attribute
 
 from __future__ import annotations
 
+import functools
 import inspect
 
 import torch
 from torch import Tensor  # noqa: F401  (the functions compiled below name it)
 
 from . import functional
-from ._signature import annotated, define, describe_parameters
+from ._signature import annotated, define, describe_parameters, function, subclass
 from ._table import OPERATORS, Operator, Parameter
 
 __all__ = [*(op.module for op in OPERATORS), "fold_batchnorm"]
@@ -24,6 +25,7 @@ def _parameters(op: Operator) -> list[Parameter]:
     return [p for p in op.parameters if p.kind == "operand" and not p.is_input]
 
 
+@functools.cache
 def _has_inplace(op: Operator) -> bool:
     """Whether the module takes ``inplace``: where torch.nn's does."""
     twin = getattr(torch.nn, op.module, None)
@@ -69,7 +71,7 @@ def _document(op: Operator) -> str:
     return "\n".join(lines)
 
 
-def _make(op: Operator) -> type[_Pointwise]:
+def _source(op: Operator) -> str:
     others = [p for p in op.parameters if p.kind != "operand"]
     parameters = _parameters(op)
     arguments = [annotated(p) for p in others]
@@ -96,23 +98,17 @@ def _make(op: Operator) -> type[_Pointwise]:
     call = [f"return functional.{op.name}({', '.join(given)})"]
     if _has_inplace(op):
         call.insert(0, f"if self.inplace: return functional.{op.in_place}({', '.join(given)})")
-    return type(
-        op.module,
-        (_Pointwise,),
-        {
-            "__module__": __name__,
-            "__doc__": _document(op),
-            "_operator": op,
-            "__init__": define("__init__", ["self", *arguments], body, globals()),
-            "forward": define("forward", ["self", *(f"{name}: Tensor" for name in inputs)], call, globals()),
-        },
-    )
+    init = function("__init__", ["self", *arguments], body)
+    forward = function("forward", ["self", *(f"{name}: Tensor" for name in inputs)], call)
+    return subclass(op.module, "_Pointwise", [init, forward])
 
 
+define([_source(op) for op in OPERATORS], globals())
 for _op in OPERATORS:
-    globals()[_op.module] = _make(_op)
+    _module = globals()[_op.module]
+    _module.__doc__, _module._operator = _document(_op), _op
 
-del _op
+del _op, _module
 
 
 class GELU(globals()["GELU"]):
