@@ -3,6 +3,8 @@
 compute-sanitizer --tool memcheck python -m pytest tests/test_every_kernel.py      (also racecheck, initcheck)
 """
 
+import re
+
 import cases
 import pytest
 import torch
@@ -110,15 +112,32 @@ def compare_devices(op, dtype, case):
 
 
 def rows_of_no_vectors(rows, length, dtype):
-    """Two tensors of shape (rows, length): as the halves of one, as every third row, and after an odd offset."""
+    """Two tensors of shape (rows, length): as the halves of one, as every third row, after an odd offset, one of them
+    alone so, with two pitches."""
     g = torch.Generator().manual_seed(rows)
 
     def make(*size):
         return torch.randn(size, generator=g).to(dtype).cuda()
 
     count = rows * length
-    packed, sparse, shifted = make(rows, 2 * length), make(2, rows, 3, length), make(2 * count + 1)
+    packed, sparse, shifted, plain = (
+        make(rows, 2 * length),
+        make(2, rows, 3, length),
+        make(2 * count + 1),
+        make(rows, length),
+    )
     yield from (packed.chunk(2, -1), sparse[:, :, 1].unbind(), shifted[1:].view(2, rows, length).unbind())
+    yield from (
+        (packed[:, :length], plain),
+        (plain, sparse[0, :, 2]),
+        (shifted[1 : 1 + count].view(rows, length), plain),
+    )
+    yield packed[:, :length], sparse[0, :, 1]
+
+
+def is_of_whole_vectors(t):
+    unit = 16 // t.element_size()
+    return t.data_ptr() % 16 == 0 and all(n % unit == 0 for n in (t.shape[1], t.stride(0)))
 
 
 @pytest.mark.parametrize("rows, length", [(1, 1), (1, 7), (3, 63), (129, 5), (61, 1001), (2, 4096)])
@@ -131,16 +150,23 @@ def test_what_no_vector_fits(act, dtype, rows, length):
         "act_add": lambda x, y: torch.ops.fused_act.act_add(x, y, act, dim=-1),
         "gated": lambda x, y: torch.ops.fused_act.gated(x, y, act, dim=-1),
     }
+
+    def run(values, go):
+        leaves = [t.detach().requires_grad_() for t in values]
+        y = call(*leaves)
+        return [y.detach(), *torch.autograd.grad(y, leaves, go)]
+
     for name, call in calls.items():
         for tensors in rows_of_no_vectors(rows, length, dtype):
             go = torch.randn(rows, length, device="cuda").to(dtype)
-
-            def run(values, go):
-                leaves = [t.detach().requires_grad_() for t in values]
-                y = call(*leaves)
-                return [y.detach(), *torch.autograd.grad(y, leaves, go)]
-
             pad = (0, -length % 16, 0, 1)
             whole = [torch.nn.functional.pad(t, pad) for t in (*tensors, go)]
-            for got, want in zip(run(tensors, go), run(whole[:2], whole[2]), strict=True):
+            with torch.profiler.profile() as profile:
+                results = run(tensors, go)
+                torch.cuda.synchronize()
+            kernels = [e.name for e in profile.events() if re.search("_kernel", e.name)]
+            if act == "silu" and rows * length > 1:
+                spread = not all(map(is_of_whole_vectors, tensors))
+                assert len(kernels) == 2 and all(("spread" in k) == spread and "Exact" in k for k in kernels), kernels
+            for got, want in zip(results, run(whole[:2], whole[2]), strict=True):
                 assert torch.equal(got, want[:rows, :length]), (name, got, want)

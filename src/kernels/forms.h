@@ -113,7 +113,7 @@ template <class Op>
 constexpr bool kSurrounded = Op::kFramed || kExact<Op>;
 
 // Whether there are also kernels for what is no whole vectors: of gates and residuals without a bias, among them the halves of a
-// tensor whose last dimension has any length. What else does not fit is copied first.
+// tensor whose last dimension has any length. What else does not fit is copied first, if it is large and not written in place.
 template <class Op>
 constexpr bool kLoose = false;
 template <class Form, uint32_t along>

@@ -1,7 +1,7 @@
 // What all CUDA kernels share, and the kernels of compiled chains, each a template over chain, element type and mode:
 //
 //   flat_kernel      full tensors dense in one order, one 16-byte vector a thread, or two; codes, too
-//   spread_kernel    full tensors that whole vectors do not fit, as many elements a thread
+//   spread_kernel    full tensors that whole vectors do not fit, four elements a thread
 //   row_kernel       flat, and operand gradients summed over the rows of a channel (NCHW)
 //   column_kernel    flat, and operand gradients summed over the rows of a matrix (channels_last, features)
 //   finish_kernel    sums the partial sums of the reductions, in a fixed order
@@ -66,12 +66,13 @@ constexpr Architecture kThis = architecture(__CUDA_ARCH__);
 constexpr Architecture kThis = architecture(0);
 #endif
 constexpr int kMaxThreads = kThis.threads;
-// How many vectors side by side a thread of flat_kernel takes. Not where codes of four elements are put together by
+// Whether a thread of flat_kernel may take two vectors side by side. Not where codes of four elements are put together by
 // neighbours, nor of what has tensors that are not flat.
 template <class Op>
 constexpr bool may_take_two(Mode mode) {
   return !kSurrounded<Op> && mode != Mode::coded;
 }
+// How many it takes.
 template <class Op>
 constexpr int flat_vectors(Mode mode, const Architecture& a) {
   return may_take_two<Op>(mode) ? a.vectors : 1;
@@ -89,8 +90,8 @@ constexpr int flat_residents(Mode mode, int elements) {
     return elements < 8 ? most : mode != Mode::backward || Op::kOperands > 1 ? most / 2 : Op::kTwo ? most * 3 / 4 : most;
   return Op::kHeavy ? most / 2 : 1;
 }
-// Of spread_kernel: 64 registers a thread.
-constexpr int kSpreadResidents = 4;
+// Of spread_kernel: 40 registers a thread on an H100.
+constexpr int kSpreadResidents = kMaxThreads / kThreads * 3 / 4;
 // The same of a Program: 64 registers a thread in forward, 80 in backward. Reading a thread's next group while one is
 // evaluated needs 80 in forward, too, and took 1.1 to 1.3 times as long: a step is mostly waiting, which other warps hide.
 constexpr int kProgramResidents = 4;
@@ -134,12 +135,6 @@ struct Lay {
   uint32_t extra = 0;
   bool pair = false;
 };
-// Where element i of the walk is, of row i / inner.
-__device__ __forceinline__ int64_t offset_in_rows(const Lay& lay, uint32_t row, int64_t i) {
-  int64_t at;
-  asm("mad.wide.u32 %0, %1, %2, %3;" : "=l"(at) : "r"(row), "r"(lay.extra), "l"(i));
-  return at;
-}
 
 // What a thread takes at a time: `parts` vectors of 16 bytes of x, of whose elements those in [start, end) are wanted. An
 // index has 32 bits where a tensor has less than 2^31 elements, 64 where that is not known. Whole groups, nearly all, are
@@ -196,28 +191,33 @@ struct Group {
   }
   // Where part p of a tensor begins.
   __device__ __forceinline__ int64_t offset(const Lay& lay, int p) const {
-    const int64_t at = offset_in_rows(lay, uint32_t(row[p]), int64_t(i[p]));
+    int64_t at;
+    asm("mad.wide.u32 %0, %1, %2, %3;" : "=l"(at) : "r"(uint32_t(row[p])), "r"(lay.extra), "l"(int64_t(i[p])));
     return lay.pair ? 2 * at : at;
   }
 };
 
-// As many elements, a warp's width apart, so that the threads of a warp read and write neighbours: of tensors whose rows are no
-// whole vectors, or that begin between two. (With elements side by side in a thread every access of a warp met 32 places 16 bytes
-// apart, and backward of halves of 63 elements took 4.9 copies in bfloat16 and 1.7 in float32.)
+// Elements a warp's width apart, so that the threads of a warp read and write neighbours: of tensors whose rows are no whole
+// vectors, or that begin between two. (With elements side by side in a thread every access of a warp met 32 places 16 bytes apart,
+// and backward of halves of 63 elements took 4.9 copies in bfloat16 and 1.7 in float32; so it takes 1.5 and 1.0. Four elements in
+// 16 bits, too: with eight, and fewer threads at a time, forward with gelu took 1.7 copies, for 1.5.)
 template <int bytes>
 struct Spread {
   using Index = uint32_t;
   static constexpr bool kSpread = true, whole = false;
-  static constexpr int kBytes = bytes, kParts = 1, n = kVector<bytes>, kLanes = n;
+  static constexpr int kBytes = bytes, kParts = 1, n = 4, kLanes = n;
   Index i[1], end;
+  Index element[n];   // its index, or that of the last where there is none
   Index row[n] = {};  // only where a tensor has a pitch
 
   // From `first` on, of a tensor of `end` elements.
-  __device__ __forceinline__ Spread(Index first, Index end) : i{first}, end(end) {}
+  __device__ __forceinline__ Spread(Index first, Index end) : i{first}, end(end) {
+#pragma unroll
+    for (int j = 0; j < n; ++j) element[j] = min(first + j * kWarp, end - 1);
+  }
   __device__ __forceinline__ bool has(int j) const { return i[0] + j * kWarp < end; }
-  // Of element j, or where there is none, of the last, which may be read in its place.
-  __device__ __forceinline__ Index index(int j) const { return min(i[0] + j * kWarp, end - 1); }
-  __device__ __forceinline__ int64_t offset(const Lay& lay, int j) const { return offset_in_rows(lay, row[j], index(j)); }
+  // Where element j is in a tensor that lies so. (A branch for all of them would have each tensor's loads waited for.)
+  __device__ __forceinline__ Index place(const Lay& lay, int j) const { return element[j] + row[j] * lay.extra; }
 };
 
 template <class C>
@@ -249,7 +249,7 @@ __device__ __forceinline__ Bits<bytes, G::kLanes> load_full(const void* p, const
   const auto* from = static_cast<const typename Bits<bytes, n>::Word*>(p);
   if constexpr (G::kSpread) {
 #pragma unroll
-    for (int j = 0; j < n; ++j) out.set(j, from[at.offset(lay, j)]);
+    for (int j = 0; j < n; ++j) out.set(j, from[at.place(lay, j)]);
   } else if (!at.whole) {
     const G cut = at.cut();
 #pragma unroll
@@ -290,7 +290,7 @@ __device__ __forceinline__ void store_full(void* p, const Lay& lay, const G& at,
   if constexpr (G::kSpread) {
 #pragma unroll
     for (int j = 0; j < n; ++j)
-      if (at.has(j)) to[at.offset(lay, j)] = bits.get(j);
+      if (at.has(j)) to[at.place(lay, j)] = bits.get(j);
   } else if (at.whole && !lay.pair) {
 #pragma unroll
     for (int part = 0; part < G::kParts; ++part) {
@@ -425,9 +425,9 @@ __device__ __forceinline__ Lanes<C, G::kLanes> load_operand(const OperandArg<C>&
 
 // The same beside what is spread, where nothing lies along an axis.
 template <int bytes, class C>
-__device__ __forceinline__ Lanes<C, kVector<bytes>> load_operand(const OperandArg<C>& o, const Spread<bytes>& at) {
+__device__ __forceinline__ Lanes<C, Spread<bytes>::n> load_operand(const OperandArg<C>& o, const Spread<bytes>& at) {
   if (o.access == Access::full) return to_lanes(load_full<false, bytes>(o.data, Lay{o.lay.extra}, at), o.dtype);
-  return constant<Lanes<C, kVector<bytes>>>(o.access == Access::scalar ? load_element<C>(o.data, o.dtype, 0) : o.value);
+  return constant<Lanes<C, Spread<bytes>::n>>(o.access == Access::scalar ? load_element<C>(o.data, o.dtype, 0) : o.value);
 }
 
 // ---- what every kernel is given -------------------------------------------------------------------------------
@@ -524,7 +524,7 @@ __device__ __forceinline__ void store_codes(const A& a, const G& at, const N& sl
 // The same of elements that are spread: a warp has a word of codes for each of a thread's.
 template <class A, int bytes, class N>
 __device__ __forceinline__ void store_codes(const A& a, const Spread<bytes>& at, const N& slope) {
-  constexpr int n = kVector<bytes>;
+  constexpr int n = Spread<bytes>::n;
   const int lane = threadIdx.x % kWarp;
   uint32_t low = 0, high = 0;
 #pragma unroll
@@ -703,11 +703,11 @@ __device__ __forceinline__ Lay lay_of_g(const Args<Op, C>& a) {
 // which waits for what it converts: with the codes after that, bfloat16 took 1.14 times the copy on an H200, with x after a
 // bias 1.12. Codes come first: where a vector need not be whole, two ways of loading meet after it, where the compiler
 // copies registers.
-template <class Op, int bytes, Mode mode>
+template <class Op, int bytes, Mode mode, int n = kVector<bytes>>
 struct Taken {
   static constexpr bool kForward = mode == Mode::forward || mode == Mode::coded;
   using C = Compute<bytes>;
-  using B = Bits<bytes, kVector<bytes>>;
+  using B = Bits<bytes, n>;
   B x, g, u;
   CodeBytes codes;
 
@@ -746,15 +746,15 @@ struct Taken {
 };
 
 // Evaluates and deals with codes and operand gradients; returns the result as it is stored.
-template <class Op, int bytes, Mode mode, class Io>
-__device__ __forceinline__ Bits<bytes, kVector<bytes>> result_of_taken(const Args<Op, Compute<bytes>>& a,
-                                                                       const Taken<Op, bytes, mode>& taken, Io& io) {
+template <class Op, int bytes, Mode mode, int n, class Io>
+__device__ __forceinline__ Bits<bytes, n> result_of_taken(const Args<Op, Compute<bytes>>& a,
+                                                          const Taken<Op, bytes, mode, n>& taken, Io& io) {
   using N = typename Io::N;
-  constexpr bool forward = Taken<Op, bytes, mode>::kForward;
+  constexpr bool forward = Taken<Op, bytes, mode, n>::kForward;
   const auto number = [&](const auto& bits) FUSED_ACT_LAMBDA { return lanes_as<N>(to_lanes(bits, a.dtype)); };
   const N zero = constant<N>(0);
   if constexpr (kDecodes<Op>) {
-    io.codes = taken.codes.template codes<N, kVector<bytes>>(io.at.i[0]);
+    io.codes = taken.codes.template codes<N, n>(io.at.i[0]);
     const bool moves = mode == Mode::jvp;
     const Outputs<N> out = evaluate<mode>(a.op, a.scalars, zero, moves ? zero : number(taken.g),
                                           moves ? number(taken.u) : zero, a.has_u, io);
@@ -768,9 +768,10 @@ __device__ __forceinline__ Bits<bytes, kVector<bytes>> result_of_taken(const Arg
   }
 }
 // The same, and stores it.
-template <class Op, int bytes, Mode mode, class Io>
-__device__ __forceinline__ void evaluate_taken(const Args<Op, Compute<bytes>>& a, const Taken<Op, bytes, mode>& taken, Io& io) {
-  constexpr bool forward = Taken<Op, bytes, mode>::kForward;
+template <class Op, int bytes, Mode mode, int n, class Io>
+__device__ __forceinline__ void evaluate_taken(const Args<Op, Compute<bytes>>& a, const Taken<Op, bytes, mode, n>& taken,
+                                               Io& io) {
+  constexpr bool forward = Taken<Op, bytes, mode, n>::kForward;
   const auto bits = result_of_taken<Op, bytes, mode>(a, taken, io);
   if constexpr (Op::kPairs && !forward) return;  // both halves are stored
   if ((kSurrounded<Op> && forward) || a.out[0]) store_full<bytes>(a.out[0], lay_of_out(a), io.at, bits);
@@ -779,7 +780,7 @@ __device__ __forceinline__ void evaluate_taken(const Args<Op, Compute<bytes>>& a
 template <class Op, int bytes, Mode mode, class G, class Sums>
 __device__ __forceinline__ void process(const Args<Op, Compute<bytes>>& a, const G& at, Sums& sums) {
   VectorIo<Op, mode, G, Sums> io{a, at, sums};
-  const auto taken = Taken<Op, bytes, mode>::of(a, at);
+  const auto taken = Taken<Op, bytes, mode, G::kLanes>::of(a, at);
   io.load();
   evaluate_taken<Op, bytes, mode>(a, taken, io);
 }
@@ -862,12 +863,12 @@ __global__ void __launch_bounds__(kThreads, tuning::kSpreadResidents)
   wait_for_earlier();
   NoSums sums;
   const uint32_t lane = threadIdx.x % kWarp, numel = uint32_t(a.numel);
-  const uint32_t first = (blockIdx.x * kThreads + threadIdx.x - lane) * kVector<bytes> + lane;
+  const uint32_t first = (blockIdx.x * kThreads + threadIdx.x - lane) * Spread<bytes>::n + lane;
   if (mode != Mode::coded && first >= numel) return;
   Spread<bytes> at(first, numel);
   if (a.plan.pitched) {
 #pragma unroll
-    for (int j = 0; j < at.n; ++j) at.row[j] = a.plan.by_inner.quotient(at.index(j));
+    for (int j = 0; j < at.n; ++j) at.row[j] = a.plan.by_inner.quotient(at.element[j]);
   }
   process<Op, bytes, mode>(a, at, sums);
 }

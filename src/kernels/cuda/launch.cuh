@@ -58,7 +58,7 @@ class Launcher {
       if constexpr (kSurrounded<Op>) {  // whose kernels have no code for what is rare
         vectors_ &= r.x.data && (mode == Mode::backward ? r.g.data : r.out[0].data);
         no_vectors_fit(r.numel % kElements != 0);
-        vectors_ &= args_.plan.x.pair == Op::kPairs;
+        vectors_ &= args_.plan.x.pair == Op::kPairs && (near_ || !spread_);
         if (Op::kPairs && mode == Mode::backward) {  // which writes both halves at once
           vectors_ &= r.out[0].data && args_.plan.out.pair && args_.plan.gradient[0].pair && gradient(0).dtype == r.dtype &&
                       gradient(0).data == static_cast<char*>(r.out[0].data) + bytes;
@@ -199,6 +199,7 @@ class Launcher {
       lay.extra = static_cast<uint32_t>(stride[0] - space.sizes[1]);
       no_vectors_fit(!aligned(p) || stride[0] * size % 16 != 0 || space.sizes[1] % kElements != 0);
       if constexpr (kWalks) {
+        near_ &= space.sizes[0] * stride[0] < (int64_t(1) << 32);
         args_.plan.pitched = true;
         args_.plan.by_inner = Divider::of(space.sizes[1], request_.numel);
       }
@@ -212,7 +213,8 @@ class Launcher {
     if (!o.data) return;
     const ChannelForm f = channel_form(geometry_, row);
     const bool pair = f.exact && f.channels == request_.numel && f.stride == 2 && request_.pairs;
-    if (!f.exact || (pair && f.channels > 1)) {
+    const bool beside_x = kLoose<Op> && f.exact && f.channels == request_.numel && f.stride == 1;
+    if (!f.exact || ((pair || beside_x) && f.channels > 1)) {
       look(o.data, row, arg.lay, o.dtype);
       arg.access = Access::full;
       return;
@@ -338,8 +340,10 @@ class Launcher {
     if constexpr (Op::kDynamic) {
       return launch_program(dim3(blocks), ProgramWalk{});
     } else {
-      if constexpr (kLoose<Op>)
-        if (spread_) return launch(&spread_kernel<Op, bytes, mode>, blocks, args_);
+      if constexpr (kLoose<Op>) {
+        const unsigned spread_blocks = static_cast<unsigned>(divide_up(request_.numel, int64_t(threads_) * Spread<bytes>::n));
+        if (spread_) return launch(&spread_kernel<Op, bytes, mode>, spread_blocks, args_);
+      }
       const auto launch_vectors = [&](auto* kernel) {
         const int capability = tuning::may_take_two<Op>(mode) ? compiled_for(reinterpret_cast<const void*>(kernel)) : 0;
         const int vectors = tuning::flat_vectors<Op>(mode, tuning::architecture(capability));
@@ -543,6 +547,7 @@ class Launcher {
   bool flat_ = false;     // every full tensor is dense in the order of the walk and aligned
   bool vectors_ = false;  // a vector kernel can walk every tensor
   bool spread_ = false;   // spread_kernel is to walk them, since whole vectors do not fit one
+  bool near_ = true;      // as it asks: 32 bits are enough for where an element of a tensor with a pitch is
   Plan plan_[Args<Op, C>::O] = {};
   ChannelForm main_;  // of the gradients that are summed in one pass with the full outputs
 };
