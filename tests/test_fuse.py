@@ -534,6 +534,43 @@ def test_an_outer_sum_is_left():
     check(lambda x, y: (x + y).relu(), *tensors((6, 1), (1, 7)), kernels=0)
 
 
+class WithDecoratedForward(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    @fused_act.fuse
+    def forward(self, x, shift=1.0):
+        return torch.relu(self.linear(x)) * 2 + shift
+
+
+def test_decorated_forward():
+    """As any other forward: it runs, compiles, is explained, fused again, copied and pickled."""
+    model, x = WithDecoratedForward(), torch.randn(3, 6)
+    want = torch.relu(model.linear(x)) * 2 + 0.5
+    again = fused_act.fuse(nn.Sequential(model))
+    for call in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        torch.testing.assert_close(call(x, 0.5), want)
+    torch.testing.assert_close(again(x), want + 0.5)
+    assert str(inspect.signature(WithDecoratedForward.forward)) == "(self, x, shift=1.0)"
+    assert len(fused_act.explain(model).kernels) == 1 and len(fused_act.explain(model, x, 0.5).kernels) == 1
+    torch.testing.assert_close(torch.compile(model, backend="eager", fullgraph=True)(x, 0.5), want)
+
+
+def test_a_class_is_no_model():
+    for function in (fused_act.fuse, fused_act.explain):
+        with pytest.raises(TypeError, match="but got the class ReLU"):
+            function(nn.ReLU)
+
+
+def test_explain_of_what_would_be_folded():
+    """Also of a model that was fused without that."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.SiLU()).eval()
+    for given in (model, fused_act.fuse(model)):
+        (folded,), (plain,) = (fused_act.explain(given, fold_batchnorm=fold).kernels for fold in (True, False))
+        assert "MulOperand" in folded and "MulOperand" not in plain
+
+
 def test_decorator_keeps_the_signature_and_python_arguments_are_told_apart():
     @fused_act.fuse
     def scaled(x, factor=2.0, *, shift: bool = False):

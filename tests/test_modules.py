@@ -51,6 +51,12 @@ def test_names_of_the_seed_modules():
     assert {k: names.get(k) for k in expected} == expected
 
 
+def test_generated_functions_have_a_source():
+    """For tracebacks, and for those who ask."""
+    assert inspect.getsource(fused_act.functional.silu).startswith("def silu(x: Tensor) -> Tensor:")
+    assert "functional.relu_bias(x, self.bias" in inspect.getsource(fused_act.nn.ReLUBias.forward)
+
+
 def test_signatures_of_the_seed_modules():
     nn = fused_act.nn
     nn.ReLUHardswish()

@@ -190,6 +190,16 @@ class FusedFunction:
     def __repr__(self) -> str:
         return f"<fused_act.fuse({self._function!r})>"
 
+    def __set_name__(self, owner: type, name: str) -> None:
+        """In a class a function takes its place: torch.compile and torch.fx accept no other ``forward``."""
+
+        @functools.wraps(self._function)
+        def method(*args: Any, **kwargs: Any) -> Any:
+            return self(*args, **kwargs)
+
+        method._fused_act = self  # type: ignore[attr-defined]
+        setattr(owner, name, method)
+
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
 
@@ -200,7 +210,8 @@ class FusedFunction:
         found: Any = sys.modules.get(self.__module__)
         for name in self.__qualname__.split("."):
             found = getattr(found, name, None)
-        return self.__qualname__ if found is self else (fuse, (self._function,))
+        own = found is self or getattr(found, "_fused_act", None) is self
+        return self.__qualname__ if own else (fuse, (self._function,))
 
 
 def _required(function: Callable[..., Any], skip: int = 0) -> Any:
@@ -410,6 +421,13 @@ def _copy(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
+def _check_target(name: str, target: Any) -> None:
+    if isinstance(target, type):
+        raise TypeError(f"fused_act.{name}: expected a function or an nn.Module, but got the class {target.__name__}")
+    if not callable(target):
+        raise TypeError(f"fused_act.{name}: expected a function or an nn.Module, but got a {type(target).__name__}")
+
+
 def fuse(target: Any, *, fold_batchnorm: bool = False, inplace: bool = False) -> Any:
     """Every run of pointwise operations as one kernel, forward and backward. Nothing is compiled.
 
@@ -432,7 +450,7 @@ def fuse(target: Any, *, fold_batchnorm: bool = False, inplace: bool = False) ->
         inplace: change the model itself instead of a copy.
 
     Raises:
-        TypeError: ``target`` is neither callable nor a module.
+        TypeError: ``target`` is neither callable nor a module, or a class: modules are fused, not their classes.
     """
     if isinstance(target, nn.Module):
         if isinstance(target, torch.jit.ScriptModule):
@@ -446,8 +464,7 @@ def fuse(target: Any, *, fold_batchnorm: bool = False, inplace: bool = False) ->
         return target
     if isinstance(target, FusedFunction):
         return target
-    if not callable(target):
-        raise TypeError(f"fused_act.fuse: expected a function or an nn.Module, but got a {type(target).__name__}")
+    _check_target("fuse", target)
     return FusedFunction(target) if isinstance(target, (types.FunctionType, types.MethodType)) else target
 
 
@@ -498,10 +515,9 @@ def explain(target: Any, *args: Any, fold_batchnorm: bool = False, **kwargs: Any
     Bytes count every tensor that is no parameter or constant as large as the result.
 
     Raises:
-        TypeError: ``target`` is not callable.
+        TypeError: ``target`` is not callable, or a class.
     """
-    if not callable(target):
-        raise TypeError(f"fused_act.explain: expected a function or an nn.Module, but got a {type(target).__name__}")
+    _check_target("explain", target)
     itemsize, key = 4, None
     if args or kwargs:
         try:
@@ -553,8 +569,9 @@ def _module_plans(model: nn.Module, key: Any, fold_batchnorm: bool) -> dict[str,
         own = key if not path and key is not None else _default_key(kind.forward)
         if own is None:
             continue
-        fused = vars(module).get("_fused_act")  # says itself whether it folds
-        plan = _plan(kind.forward, module, own, fold_batchnorm if fused is None else fused.fold_batchnorm)
+        fused = vars(module).get("_fused_act")
+        folds = fold_batchnorm or (fused is not None and fused.fold_batchnorm)
+        plan = _plan(kind.forward, module, own, folds)
         if plan.analysis is None and not any(True for _ in module.children()) and has_hooks(module):
             continue
         prefix = f"{path}." if path else ""

@@ -7,6 +7,7 @@ one by one they took a quarter of the time of this import.
 
 from __future__ import annotations
 
+import linecache
 import textwrap
 from typing import Any
 
@@ -26,8 +27,9 @@ def subclass(name: str, base: str, functions: list[str]) -> str:
 
 def define(sources: list[str], module: dict[str, Any]) -> None:
     """Runs all sources in the ``globals()`` of a module, where TorchDynamo looks names up."""
-    code = compile("\n".join(sources), f"<{module['__name__']}>", "exec", dont_inherit=True)  # annotations as objects
-    exec(code, module)
+    source, file = "\n".join(sources) + "\n", f"<{module['__name__']}>"
+    linecache.cache[file] = (len(source), None, source.splitlines(True), file)  # for tracebacks and inspect.getsource
+    exec(compile(source, file, "exec", dont_inherit=True), module)  # annotations as objects, not strings
 
 
 def annotated(p: Parameter) -> str:
