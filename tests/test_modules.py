@@ -51,6 +51,18 @@ def test_names_of_the_seed_modules():
     assert {k: names.get(k) for k in expected} == expected
 
 
+def test_modules_take_part_in_multiple_inheritance():
+    """As torch.nn's: `__init__` goes on to the next class."""
+
+    class Flag(torch.nn.Module):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.flag = 1
+
+    for base in (torch.nn.ReLU, fused_act.nn.ReLU, fused_act.nn.GELU):
+        assert type("Both", (base, Flag), {})().flag == 1
+
+
 def test_generated_functions_have_a_source():
     """For tracebacks, and for those who ask."""
     assert inspect.getsource(fused_act.functional.silu).startswith("def silu(x: Tensor) -> Tensor:")

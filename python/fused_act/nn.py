@@ -75,7 +75,7 @@ def _source(op: Operator) -> str:
     others = [p for p in op.parameters if p.kind != "operand"]
     parameters = _parameters(op)
     arguments = [annotated(p) for p in others]
-    body = ["torch.nn.Module.__init__(self)", *(f"self.{p.name} = {p.name}" for p in others)]
+    body = ["super().__init__()", *(f"self.{p.name} = {p.name}" for p in others)]
     if parameters:
         optional = all(p.optional for p in parameters)
         arguments.insert(0, "num_features: int | None = None" if optional else "num_features: int")
