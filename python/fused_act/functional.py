@@ -12,7 +12,8 @@ from torch import Tensor  # noqa: F401  (the functions compiled below name it)
 from ._signature import annotated, define, describe_parameters, function
 from ._table import OPERATORS, Operator
 
-__all__ = [name for op in OPERATORS for name in (op.name, op.in_place) if name]
+_functions = {name: op for op in OPERATORS for name in (op.name, op.in_place) if name}
+__all__ = list(_functions)
 
 
 def _document(op: Operator, in_place: bool) -> str:
@@ -60,7 +61,6 @@ def _source(op: Operator, name: str) -> str:
     return function(name, parameters, [f"return _{name}_operator({', '.join(arguments)})"], "Tensor")
 
 
-_functions = {name: op for op in OPERATORS for name in (op.name, op.in_place) if name}
 globals().update({f"_{name}_operator": getattr(torch.ops.fused_act, name).default for name in _functions})
 define([_source(op, name) for name, op in _functions.items()], globals())
 for _name, _op in _functions.items():

@@ -48,12 +48,11 @@ struct VectorFunctions<at::vec::Vectorized<float>> {
     return (a & sign) | (size ^ sign);
   }
   static N exp2(const N& a) {
+    const N x = within(a, kNoPower, 128), n = x.round(), e = polynomial_expm1((x - n) * N(kLog2)) + N(1);
 #if defined(CPU_CAPABILITY_AVX512)
-    const N x = within(a, -152, 128), n = x.round();  // 2^-152 is 0
-    return scaled(polynomial_expm1((x - n) * N(kLog2)) + N(1), n);
+    return scaled(e, n);
 #else
-    const N x = within(a, -127, 128), n = x.round();  // 2^-127 is 0 here
-    return (polynomial_expm1((x - n) * N(kLog2)) + N(1)) * power_of_2(_mm256_cvtps_epi32(n));
+    return e * power_of_2(_mm256_cvtps_epi32(n));
 #endif
   }
   // The instructions give the second number where either is NaN, and of zeros.
@@ -104,10 +103,12 @@ struct VectorFunctions<at::vec::Vectorized<float>> {
     const N q = at::vec::fmadd(square, at::vec::fmadd(square, N(0.001394649618305266f), second), first);
     return at::vec::fmadd(square, q, r);
   }
-  // scaled: a 2^n, rounded once if it is subnormal. power_of_2: 2^n for n in [-127, 128].
+  // scaled: a 2^n, rounded once if it is subnormal. power_of_2: 2^n for n in [-127, 128]. kNoPower: where 2^n is 0 for exp2.
 #if defined(CPU_CAPABILITY_AVX512)
+  static constexpr float kNoPower = -152;
   static N scaled(const N& a, const N& n) { return _mm512_scalef_ps(a, n); }
 #else
+  static constexpr float kNoPower = -127;
   // Neither 2^(n / 2) nor a times it is subnormal.
   static N scaled(const N& a, const N& n) {
     const __m256i whole = _mm256_cvtps_epi32(n), half = _mm256_srai_epi32(whole, 1);

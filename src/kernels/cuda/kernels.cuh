@@ -204,7 +204,7 @@ struct Group {
 template <int bytes>
 struct Spread {
   using Index = uint32_t;
-  static constexpr bool kSpread = true, whole = false;
+  static constexpr bool kSpread = true;
   static constexpr int kBytes = bytes, kParts = 1, n = 4, kLanes = n;
   Index i[1], end;
   Index element[n];   // its index, or that of the last where there is none
