@@ -35,7 +35,10 @@ except ModuleNotFoundError:
 RELEASE_ARCHITECTURES = "7.5;8.0;8.6;9.0;10.0;12.0+PTX"
 GIB_PER_COMPILER = 2.5  # bindings.cpp with torch's headers, the largest
 
+# What is compiled several times, into as many objects, with macros of their own.
 CPU_SOURCE = "src/kernels/cpu/cpu.cpp"
+FRAMED_SOURCE = "src/kernels/cuda/framed.cu"
+FRAMED_PARTS = 12  # for each size of an element; framed.h says why. As many as there are common activations.
 # In rising order, and linked after all else: of an inline function that several objects hold, the linker keeps the
 # first, and that one must run on every CPU.
 CPU_CAPABILITIES = {"DEFAULT": []}
@@ -110,8 +113,9 @@ class BuildExtension(cpp_extension.BuildExtension):
     def build_extension(self, ext):
         """Lets each source have flags of its own.
 
-        torch's `compile` gives all sources the same flags, but cpu.cpp is compiled once per CPU capability. So give it
-        one source at a time, each in its own folder (its build.ninja and, for cpu.cpp, its object lie there).
+        torch's `compile` gives all sources the same flags, but cpu.cpp is compiled once per CPU capability and
+        framed.cu in parts. So give it one source at a time, each in its own folder (its build.ninja and object lie
+        there).
         """
         compile_with_ninja = self.compiler.compile
 
@@ -122,13 +126,18 @@ class BuildExtension(cpp_extension.BuildExtension):
                     for name, flags in CPU_CAPABILITIES.items():
                         defines = [f"-DCPU_CAPABILITY={name}", f"-DCPU_CAPABILITY_{name}"]
                         units.append((source, f"cpu_{name}", defines + flags))
+                elif source == FRAMED_SOURCE:
+                    for size in (2, 4):
+                        for part in range(FRAMED_PARTS):
+                            defines = [f"-DFUSED_ACT_BYTES={size}", f"-DFUSED_ACT_FRAMED_PART={part}"]
+                            units.insert(0, (source, f"framed_{8 * size}_{part}", defines))
                 else:
                     units.insert(0, (source, Path(source).name, []))
 
             def compile_unit(unit):
                 source, folder, flags = unit
                 # Fresh lists: torch's compile appends to them.
-                postargs = {"cxx": extra_postargs["cxx"] + flags, "nvcc": [*extra_postargs["nvcc"]]}
+                postargs = {compiler: given + flags for compiler, given in extra_postargs.items()}
                 folder = os.path.join(output_dir, folder)
                 return compile_with_ninja([source], output_dir=folder, extra_postargs=postargs, **options)
 
@@ -156,7 +165,7 @@ class BuildExtension(cpp_extension.BuildExtension):
         )
 
 
-cxx_flags = ["-O3", "-g0", "-ffp-contract=off", "-fvisibility=hidden", *os.environ.get("CXXFLAGS", "").split()]
+cxx_flags = ["-g0", "-ffp-contract=off", "-fvisibility=hidden", *os.environ.get("CXXFLAGS", "").split()]
 # What torch's at::vec and GCC's own AVX-512 headers would say thousands of times; torch is built with these too.
 quiet_flags = ["-Wno-unknown-pragmas", "-Wno-psabi", "-Wno-maybe-uninitialized"]
 sources = ["src/bindings.cpp", "src/autograd.cpp", CPU_SOURCE]
@@ -167,10 +176,11 @@ if cpu_only_reason:
 else:
     make_extension = cpp_extension.CUDAExtension
     sources += sorted(map(str, Path("src/kernels/cuda").glob("*.cu")))
-    macros.append(("FUSED_ACT_WITH_CUDA", None))
+    macros += [("FUSED_ACT_WITH_CUDA", None), ("FUSED_ACT_FRAMED_PARTS", str(FRAMED_PARTS))]
     nvcc_version = first_line(os.path.join(cuda_home, "bin", "nvcc"), "--version", pattern=r"(?<=, V)[\d.]+")
     # -compress-all: a third of the size; --compress-mode=size gains 6 % more, but nvcc knows it only since 12.8.
-    nvcc_flags = ["-O3", "-fmad=false", "-Xfatbin=-compress-all", "-Xcompiler=" + ",".join(cxx_flags)]
+    # Kernels are optimised by default. -O3 would be for what launches them, too: twice as much code, in twice the time.
+    nvcc_flags = ["-fmad=false", "-Xfatbin=-compress-all", "-Xcompiler=" + ",".join(["-O2", *cxx_flags])]
 
 setup(
     version=version,
@@ -184,7 +194,7 @@ setup(
             define_macros=macros,
             # -fopenmp is for the compiler only. Not linked, the calls bind to the OpenMP runtime that torch has loaded:
             # one thread pool, and torch.set_num_threads rules it.
-            extra_compile_args={"cxx": [*cxx_flags, *quiet_flags, "-fopenmp"], "nvcc": nvcc_flags},
+            extra_compile_args={"cxx": ["-O3", *cxx_flags, *quiet_flags, "-fopenmp"], "nvcc": nvcc_flags},
             extra_link_args=["-s"],
         )
     ],

@@ -2,6 +2,7 @@
 
 import copy
 import importlib.util
+import io
 import json
 import math
 import os
@@ -17,7 +18,7 @@ import torch
 import fused_act
 from fused_act import _bench
 from fused_act.__main__ import main
-from fused_act._bench import measure, results
+from fused_act._bench import measure, results, start
 from fused_act._bench.cases import code_bits, make_cases, read_by_backward
 from fused_act.demo import peak_memory
 
@@ -39,12 +40,13 @@ def rows_of(path):
     return json.loads(path.read_text())["rows"]
 
 
-SMALL = "--device cpu --repeats 3 --calls 2 --batches 2 --activations silu"
+# All sections but start, which takes a process for each figure.
+SMALL = "--device cpu --repeats 3 --calls 2 --batches 2 --activations silu --only forward backward training overhead"
 
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
-    """A run of four operators with all sections, two sizes and two layouts: its file, and what it wrote beside it."""
+    """A run of four operators, two sizes and two layouts, all sections but one: its file, and what it wrote beside."""
     folder = tmp_path_factory.mktemp("small")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(measure, "FLUSH_BYTES", 2**10)
@@ -216,6 +218,66 @@ def test_overhead_and_compiled_rows(tmp_path):
     assert calls >= {("overhead", way) for way in ways}
     compiled = [r["elements"] for r in rows_of(path) if r["call"] == "torch.compile" and r["section"] == "forward"]
     assert compiled == [2**10], "torch.compile has the first size alone"
+
+
+def test_rows_of_what_a_process_pays_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(measure, "PROCESSES", 2)
+    path = tmp_path / "results.json"
+    arguments = "--only start --operators relu bias_act --activations gelu --dtypes float32 bfloat16"
+    assert bench(f"--device cpu {arguments} --markdown", tmp_path / "run.md", "--output", path) == 0
+    rows = rows_of(path)
+    whats = ["first call", "first training step"]
+    first = [
+        (name, dtype, what)
+        for dtype in ("float32", "bfloat16")
+        for name in ("relu", "bias_act(gelu)")
+        for what in whats
+    ]
+    assert [(r["operator"], r["dtype"], r["what"]) for r in rows] == [("fused_act", "float32", "import"), *first]
+    assert all(0 < r["lowest_us"] <= r["us"] <= r["highest_us"] and r["yardstick_us"] > 0 for r in rows)
+    assert rows[0]["yardstick_us"] > rows[0]["us"] > 1e3, "torch takes longer to import, and no import takes 1 ms"
+    table = table_under((tmp_path / "run.md").read_text(), "start, float32")
+    assert [r["operator"] for r in table] == ["fused_act", "relu", "relu", "bias_act(gelu)", "bias_act(gelu)"]
+    assert float(table[1]["ms"]) == pytest.approx(rows[1]["us"] / 1e3, rel=1e-2) and table[1]["goal ms"].startswith("3")
+
+
+def test_a_first_call_that_fails_is_a_skipped_row(tmp_path, monkeypatch):
+    """Also one that ends its process."""
+    monkeypatch.setattr(measure, "PROCESSES", 1)
+    monkeypatch.setattr(measure, "import_times", lambda: (2.0, 1.0))
+
+    def here(case, what, device, dtype):
+        if case and case.name == "silu":
+            os._exit(3)
+        if case and case.name == "gelu":
+            raise RuntimeError("no such thing\nat great length")
+        return 1.0
+
+    monkeypatch.setattr(start, "time_first", here)
+
+    def in_this_process(device, dtypes, operators, activations, repeats):
+        request = {
+            "device": device,
+            "dtypes": dtypes,
+            "operators": operators,
+            "activations": activations,
+            "repeats": repeats,
+        }
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "stdin", io.StringIO(json.dumps(request)))
+            patch.setattr(sys, "stdout", printed := io.StringIO())
+            start.serve()
+        return map(json.loads, printed.getvalue().splitlines())
+
+    monkeypatch.setattr(measure, "first_calls", in_this_process)
+    path = tmp_path / "results.json"
+    assert bench("--device cpu --only start --operators relu gelu silu --dtypes float32 --output", path) == 0
+    assert [r["operator"] for r in rows_of(path)] == ["fused_act", "relu", "relu"]
+    skipped = [(r["operator"], r["reason"]) for r in json.loads(path.read_text())["skipped"]]
+    assert skipped == [
+        ("silu", "the process ended before its first call had"),
+        ("gelu", "RuntimeError: no such thing"),
+    ]
 
 
 def test_what_does_not_compile_is_a_skipped_row(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""The clocks, and the four sections that they time."""
+"""The clocks, and the sections that they time."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ from .. import functional
 from .._build_info import version
 from ..demo import DTYPES, device_name, peak_memory, synchronize
 from .cases import Case, code_bits, make_cases
+from .start import FIRST_CALL, SHAPE, first_calls, import_times
 
-SECTIONS = ("forward", "backward", "training", "overhead")
+SECTIONS = ("forward", "backward", "training", "overhead", "start")
 LAYOUTS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 
 # Ways to call an operator: torch.ops.fused_act.NAME.default, torch.ops.fused_act.NAME, fused_act.functional.NAME.
@@ -35,6 +36,9 @@ FUSED = ("fused", *WAYS)
 # The goals that the project has set itself, for the ratios that have one; those for bandwidth hold on a GPU.
 GOALS = {("forward", "value"): 1.03, ("backward", "grad_x"): 1.03, ("backward", "grad_x + operand"): 1.10}
 GOAL_MODES = {"no_grad": 1.15, "forward": 1.15, "forward + backward": 1.15}
+# And in milliseconds.
+GOAL_MS = {"import": 60.0, FIRST_CALL: 3.0}
+PROCESSES = 5  # of each figure of what a process pays once
 
 # Written before each call to push the tested data out of the caches; at least this much.
 FLUSH_BYTES = 2**28
@@ -239,6 +243,8 @@ class Run:
         """How often ``measure`` calls ``advance``."""
         if section == "overhead":
             return len(self.cases)
+        if section == "start":
+            return 1 + len(self.args.dtypes) * (1 + len(self.cases))
         return len(self.cases) * len(self.args.shapes) * len(self.args.dtypes) * len(self.args.layouts)
 
     def measure(self, section: str, advance: Callable[[str], None]) -> None:
@@ -247,6 +253,9 @@ class Run:
             for case in self.cases:
                 advance("overhead")
                 self.rows += map(rounded, self.overhead(case))
+            return
+        if section == "start":
+            self.rows += map(rounded, self.start(advance))
             return
         clock = Clock(self.device, self.args.repeats)
         for shape in self.args.shapes:
@@ -388,6 +397,37 @@ class Run:
             for call, taken in times.items():
                 row = {"section": "overhead", "operator": case.name, "what": mode, "call": call} | about
                 yield row | figures(taken, yardstick, 1.0) | {"limit": GOAL_MODES.get(mode) if call in WAYS else None}
+
+    def start(self, advance: Callable[[str], None]) -> Iterator[dict]:
+        """What a process pays once, against what PyTorch's import and first call take."""
+
+        def row(operator: str, what: str, dtype: str, taken: list[float], yardstick: list[float]) -> dict:
+            about = {"dtype": dtype, "layout": "contiguous", "shape": list(SHAPE), "elements": math.prod(SHAPE)}
+            about = {"section": "start", "operator": operator, "what": what, "call": WAYS[1]} | about
+            about |= figures(taken, yardstick, 1.0)
+            return about | {"lowest_us": min(taken), "highest_us": max(taken), "limit_ms": GOAL_MS.get(what)}
+
+        args = self.args
+        advance("start, import")
+        import_times()  # the files come into memory
+        of_torch, own = zip(*(import_times() for _ in range(PROCESSES)), strict=True)
+        yield row("fused_act", "import", args.dtypes[0], list(own), list(of_torch))
+        advance("start, first calls")
+        calls = first_calls(args.device, args.dtypes, args.operators, args.activations, PROCESSES)
+        yardsticks: dict[str, list[float]] = {}
+        for n, (operator, dtype, times) in enumerate(calls, 2):
+            if reason := times.get("reason"):
+                about = {"section": "start", "operator": operator or "F.softplus", "call": "all", "dtype": dtype}
+                about |= {"layout": "contiguous", "shape": list(SHAPE), "elements": math.prod(SHAPE)}
+                self.skipped.append(about | {"reason": reason})
+                if not operator:
+                    return
+            elif not operator:
+                yardsticks = times
+            else:
+                yield from (row(operator, what, dtype, taken, yardsticks[what]) for what, taken in times.items())
+            if n < self.steps("start"):
+                advance("start, first calls")
 
 
 def graph_of_ten(function: Callable, x: torch.Tensor, extra: dict) -> Call:

@@ -24,6 +24,7 @@ YARDSTICKS = {
     "backward": "copies of the bytes that it needs",
     "training": "copies of the bytes that it needs",
     "overhead": "F.hardswish, 64 elements, wall clock per call",
+    "start": "the import of torch, and what F.softplus takes first",
 }
 OTHERS = ("eager", "torch.compile")
 TEXT = {"section", "operator", "what", "call", "dtype", "layout", "worst", "reason"}  # columns that are not figures
@@ -132,7 +133,7 @@ def tables(document: dict) -> list[Table]:
     found = [summary(document)]
     for family in families(document):
         group = main_group(document, family)
-        found.append(overhead_table(group) if group.section == "overhead" else bandwidth_table(group))
+        found.append(TABLES.get(group.section, bandwidth_table)(group))
         if len(family) > 1:
             found.append(size_table(family))
     if document["skipped"]:
@@ -208,6 +209,21 @@ def overhead_table(group: Group) -> Table:
             ratios.insert(len(WAYS), goal(r))
             rows.append([operator, what, *ratios, number(r["us"]), number(r["yardstick_us"])])
     return Table(f"overhead: ratio to {YARDSTICKS['overhead']}", header, rows)
+
+
+def start_table(group: Group) -> Table:
+    header = ["operator", "what", "ms", "lowest-highest", "goal ms", "yardstick ms"]
+    rows = []
+    for (operator, what), calls in group.rows.items():
+        for r in calls.values():
+            limit, ms = r.get("limit_ms"), r["us"] / 1e3
+            low, high = (number(r[f"{end}_us"] / 1e3) for end in ("lowest", "highest"))
+            wanted = "" if limit is None else f"{limit:g}" + (" over" if ms > limit else "")
+            rows.append([operator, what, number(ms), f"{low}-{high}", wanted, number(r["yardstick_us"] / 1e3)])
+    return Table(f"start, {group.dtype}: what a process pays once; yardstick {YARDSTICKS['start']}", header, rows)
+
+
+TABLES = {"overhead": overhead_table, "start": start_table}  # the others' is bandwidth_table
 
 
 def without_empty_columns(table: Table) -> Table:
@@ -291,7 +307,7 @@ def write_plots(document: dict, folder: Path) -> list[Path]:
     written = []
     for section in SECTIONS:
         here = [family for family in found if family[0].section == section]
-        if not here:
+        if not here or section == "start":  # a few figures for all operators: the table is enough
             continue
         if section == "overhead":
             plots: list[tuple[str, Callable]] = [("overhead", plot_overhead)]

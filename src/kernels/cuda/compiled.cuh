@@ -2,6 +2,7 @@
 #pragma once
 
 #include "exact.cuh"
+#include "framed.h"
 
 namespace fused_act {
 
@@ -17,8 +18,7 @@ const char* launch(const Request& r, const Geometry& geometry, const Cuda& cuda)
       if (r.mode == Mode::coded && launch_if_fits<bytes, Mode::coded>(Op{}, r, geometry, cuda, &error)) return error;
   }
   if (launch_first<bytes>(typename FormOfHalves<Line>::Found{}, r, geometry, cuda, &error)) return error;
-  if (bytes == 2 ? run_cuda_framed_16(r, geometry, cuda, &error) : run_cuda_framed_32(r, geometry, cuda, &error))
-    return error;
+  if (run_framed<bytes>(r, geometry, cuda, &error)) return error;
   return bytes == 2 ? run_cuda_program_16(r, geometry, cuda) : run_cuda_program_32(r, geometry, cuda);
 }
 

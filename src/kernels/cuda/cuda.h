@@ -25,10 +25,6 @@ const char* run_cuda_program_16(const Request&, const Geometry&, const Cuda&);
 const char* run_cuda_program_32(const Request&, const Geometry&, const Cuda&);
 const char* run_cuda_program_64(const Request&, const Geometry&, const Cuda&);
 
-// Whether the Request's program has the form of a frame and the kernels for that fit; `error` is then what came of it.
-bool run_cuda_framed_16(const Request&, const Geometry&, const Cuda&, const char** error);
-bool run_cuda_framed_32(const Request&, const Geometry&, const Cuda&, const char** error);
-
 inline const char* run_cuda(int op, const Request& r, const Geometry& geometry, const Cuda& cuda) {
   if (reads_codes(r.mode))  // which are no operator's
     return r.dtype == Dtype::f32 ? run_cuda_program_32(r, geometry, cuda) : run_cuda_program_16(r, geometry, cuda);

@@ -1,0 +1,49 @@
+// The kernels of frames and forms, for all activations and sizes of an element. No CUDA header is needed to include it.
+#pragma once
+
+#include <utility>
+
+#include "../frame.h"
+#include "cuda.h"
+
+namespace fused_act {
+
+// framed.cu is compiled in as many parts for each size of an element: a kernel's first launch makes the driver decompress and
+// load the object that it is in, which takes 2 ms for a part and 13 to 19 ms for all of them (8 MB).
+constexpr int kFramedParts = FUSED_ACT_FRAMED_PARTS;
+
+// Which part the kernels of a step are in. Those that are common have the most: they are dealt out first.
+constexpr int framed_part(Code code) {
+  constexpr bool common[] = {
+#define FUSED_ACT_COMMON(STEP) STEP::common,
+      FUSED_ACT_STEPS(FUSED_ACT_COMMON)
+#undef FUSED_ACT_COMMON
+  };
+  int before = 0;  // of its kind
+  for (int other = 0; other < int(code); ++other) before += common[other] == common[int(code)];
+  return before % kFramedParts;
+}
+
+// Whether the request, whose program is that frame about that activation, was one for the kernels of the part; `error` is then
+// what came of it.
+template <int bytes, int part>
+bool run_framed_part(const Frame&, Code activation, const Request&, const Geometry&, const Cuda&, const char** error);
+
+// Whether the request was one for the kernels of a form or a frame; `error` is then what came of it.
+template <int bytes, int... part>
+bool run_framed(std::integer_sequence<int, part...>, const Request& r, const Geometry& geometry, const Cuda& cuda,
+                const char** error) {
+  static constexpr bool (*parts[])(const Frame&, Code, const Request&, const Geometry&, const Cuda&, const char**) = {
+      &run_framed_part<bytes, part>...};
+  Frame frame;
+  Code activation;
+  if (r.mode != Mode::forward && r.mode != Mode::backward && r.mode != Mode::coded) return false;
+  if (!match_frame(r.program, frame, activation)) return false;
+  return parts[framed_part(activation)](frame, activation, r, geometry, cuda, error);
+}
+template <int bytes>
+bool run_framed(const Request& r, const Geometry& geometry, const Cuda& cuda, const char** error) {
+  return run_framed<bytes>(std::make_integer_sequence<int, kFramedParts>(), r, geometry, cuda, error);
+}
+
+}  // namespace fused_act
