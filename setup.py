@@ -9,6 +9,7 @@ Environment:
     CXXFLAGS                for the C++ compiler, after those that are chosen here
 """
 
+import itertools
 import os
 import platform
 import re
@@ -35,10 +36,10 @@ except ModuleNotFoundError:
 RELEASE_ARCHITECTURES = "7.5;8.0;8.6;9.0;10.0;12.0+PTX"
 GIB_PER_COMPILER = 2.5  # bindings.cpp with torch's headers, the largest
 
-# What is compiled several times, into as many objects, with macros of their own.
 CPU_SOURCE = "src/kernels/cpu/cpu.cpp"
-FRAMED_SOURCE = "src/kernels/cuda/framed.cu"
-FRAMED_PARTS = 12  # for each size of an element; framed.h says why. As many as there are common activations.
+# CUDA sources that are compiled for each size of an element, and in how many parts (cuda.h says why). framed.cu has as
+# many as there are common activations.
+PARTS = {"src/kernels/cuda/compiled.cu": 3, "src/kernels/cuda/decoded.cu": 1, "src/kernels/cuda/framed.cu": 12}
 # In rising order, and linked after all else: of an inline function that several objects hold, the linker keeps the
 # first, and that one must run on every CPU.
 CPU_CAPABILITIES = {"DEFAULT": []}
@@ -113,9 +114,8 @@ class BuildExtension(cpp_extension.BuildExtension):
     def build_extension(self, ext):
         """Lets each source have flags of its own.
 
-        torch's `compile` gives all sources the same flags, but cpu.cpp is compiled once per CPU capability and
-        framed.cu in parts. So give it one source at a time, each in its own folder (its build.ninja and object lie
-        there).
+        torch's `compile` gives all sources the same flags, but some are compiled several times. So give it one source
+        at a time, each in its own folder (its build.ninja and object lie there).
         """
         compile_with_ninja = self.compiler.compile
 
@@ -126,11 +126,10 @@ class BuildExtension(cpp_extension.BuildExtension):
                     for name, flags in CPU_CAPABILITIES.items():
                         defines = [f"-DCPU_CAPABILITY={name}", f"-DCPU_CAPABILITY_{name}"]
                         units.append((source, f"cpu_{name}", defines + flags))
-                elif source == FRAMED_SOURCE:
-                    for size in (2, 4):
-                        for part in range(FRAMED_PARTS):
-                            defines = [f"-DFUSED_ACT_BYTES={size}", f"-DFUSED_ACT_FRAMED_PART={part}"]
-                            units.insert(0, (source, f"framed_{8 * size}_{part}", defines))
+                elif source in PARTS:
+                    for size, part in itertools.product((2, 4), range(PARTS[source])):
+                        defines = [f"-DFUSED_ACT_BYTES={size}", f"-DFUSED_ACT_PART={part}"]
+                        units.insert(0, (source, f"{Path(source).stem}_{8 * size}_{part}", defines))
                 else:
                     units.insert(0, (source, Path(source).name, []))
 
@@ -176,7 +175,8 @@ if cpu_only_reason:
 else:
     make_extension = cpp_extension.CUDAExtension
     sources += sorted(map(str, Path("src/kernels/cuda").glob("*.cu")))
-    macros += [("FUSED_ACT_WITH_CUDA", None), ("FUSED_ACT_FRAMED_PARTS", str(FRAMED_PARTS))]
+    macros.append(("FUSED_ACT_WITH_CUDA", None))
+    macros += [(f"FUSED_ACT_{Path(source).stem.upper()}_PARTS", str(parts)) for source, parts in PARTS.items()]
     nvcc_version = first_line(os.path.join(cuda_home, "bin", "nvcc"), "--version", pattern=r"(?<=, V)[\d.]+")
     # -compress-all: a third of the size; --compress-mode=size gains 6 % more, but nvcc knows it only since 12.8.
     # Kernels are optimised by default. -O3 would be for what launches them, too: twice as much code, in twice the time.

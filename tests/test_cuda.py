@@ -657,6 +657,57 @@ def test_halves_that_are_no_whole_vectors_are_not_copied(shape, act, dtype):
         assert_same(grad, want.unflatten(-1, (2, -1))[..., : go.shape[-1]].flatten(-2))
 
 
+# Rows and channels. Tiles of a block have up to 2048 channels, or 1024.
+WIDE = [
+    (1, 8), (2, 24), (70001, 8), (40000, 24), (4097, 64), (1000, 2048), (300, 2056), (129, 5120), (64, 16384),
+    (3, 65536), (1, 400000),
+]  # fmt: skip
+INTERPRETED = encode([
+    ("MulOperand", ("operand", 1), ()), ("AddOne", None, ()), ("Add", ("operand", 0), ()), ("Relu", None, ()),
+    ("Add", ("operand", 2), ()),
+])  # fmt: skip
+WIDE_OPERATORS = {
+    "scale and shift": (
+        [0, 2, 3],
+        lambda x, y, a, b: torch.ops.fused_act.scale_shift_act(x, a, b, "relu", dim=-1),
+        lambda x, y, a, b: torch.relu(x * a + b),
+    ),
+    "bias and residual": (
+        [0, 1, 2],
+        lambda x, y, a, b: torch.ops.fused_act.add_act(x, y, "relu", bias=a, dim=-1),
+        lambda x, y, a, b: torch.relu(x + a + y),
+    ),
+    "gated": (
+        [0, 1, 2, 3],
+        lambda x, y, a, b: torch.ops.fused_act.gated(x, y, "relu", a, b, dim=-1),
+        lambda x, y, a, b: torch.relu(x + a) * (y + b),
+    ),
+    "interpreted": (
+        [0, 1, 2, 3],
+        lambda x, y, a, b: torch.ops.fused_act.chain(x, [y, a, b], *INTERPRETED),
+        lambda x, y, a, b: torch.relu(x * a + 1 + y) + b,
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("rows, channels", WIDE)
+@pytest.mark.parametrize("name", WIDE_OPERATORS)
+def test_sums_over_columns_of_any_width(name, rows, channels, dtype):
+    """Few channels and more than one block is as wide as, rows enough for one wave of blocks and too few for it: every
+    element once. Multiples of 1/4, whose products and sums are exact."""
+    which, op, written = WIDE_OPERATORS[name]
+    g = torch.Generator().manual_seed(rows)
+    shapes = [(rows, channels)] * 2 + [(channels,)] * 2 + [(rows, channels)]
+    values = [torch.randint(-8, 9, shape, generator=g).div(4) for shape in shapes]
+    *leaves, go = [v.to("cuda", dtype).requires_grad_() for v in values]
+    *wide, wide_go = [v.double().requires_grad_() for v in values]
+    got = torch.autograd.grad(op(*leaves), [leaves[k] for k in which], go.detach())
+    expected = torch.autograd.grad(written(*wide), [wide[k] for k in which], wide_go.detach())
+    for a, b in zip(got, expected, strict=True):
+        assert torch.equal(a.cpu(), b.to(dtype))
+
+
 @pytest.mark.slow
 def test_a_form_of_more_than_2_31_elements():
     """Its kernels have indices of 32 bits: others take over, forward and backward, the bias's sum included."""

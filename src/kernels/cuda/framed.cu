@@ -1,4 +1,4 @@
-// Compiled for each size of an element and each part: FUSED_ACT_BYTES, FUSED_ACT_FRAMED_PART.
+// Compiled for each size of an element and each part: FUSED_ACT_BYTES, FUSED_ACT_PART.
 #include "framed.h"
 
 #include "exact.cuh"
@@ -6,7 +6,7 @@
 namespace fused_act {
 namespace {
 
-constexpr int kBytes = FUSED_ACT_BYTES, kPart = FUSED_ACT_FRAMED_PART;
+constexpr int kBytes = FUSED_ACT_BYTES, kPart = FUSED_ACT_PART;
 
 template <class Step>
 bool launch_framed(const Frame& frame, const Request& r, const Geometry& geometry, const Cuda& cuda, const char** error) {

@@ -4,15 +4,11 @@
 #include <utility>
 
 #include "../frame.h"
-#include "cuda.h"
+#include "parts.h"
 
 namespace fused_act {
 
-// framed.cu is compiled in as many parts for each size of an element: a kernel's first launch makes the driver decompress and
-// load the object that it is in, which takes 2 ms for a part and 13 to 19 ms for all of them (8 MB).
-constexpr int kFramedParts = FUSED_ACT_FRAMED_PARTS;
-
-// Which part the kernels of a step are in. Those that are common have the most: they are dealt out first.
+// Which part the kernels of a step are in. Steps that are common have the most: they are dealt out by themselves.
 constexpr int framed_part(Code code) {
   constexpr bool common[] = {
 #define FUSED_ACT_COMMON(STEP) STEP::common,

@@ -15,37 +15,43 @@
 namespace fused_act {
 
 namespace tuning {
-// Blocks that a reduction of a large tensor is cut into. Many for row_kernel, whose last wave idles; of as many bytes in
-// either type: at (128, 64, 126, 126) on an H200 relu_bias's backward takes 1.09 copies in float32 with 16896 blocks and 1.12
-// with half of them, in bfloat16 1.27 and 1.20. Fewer for column_kernel, where each block leaves a partial sum for every
-// channel.
+// Blocks that a reduction of a large tensor is cut into by row_kernel, and the most by reduce_kernel. Many, of as many bytes in
+// either type, since the last wave idles: at (128, 64, 126, 126) on an H200 relu_bias's backward takes 1.09 copies in float32 with
+// 16896 blocks and 1.12 with half of them, in bfloat16 1.27 and 1.20. (As many as run at once, each of which takes every so manieth
+// plane: 1.11 in float32 with a bias and silu, for 1.01.)
 constexpr int64_t row_blocks(int bytes) { return bytes == 2 ? 8448 : 16896; }
-constexpr int64_t kColumnBlocks = 4224;
+constexpr int64_t kReduceBlocks = 4224;
+// Of column_kernel, where each block leaves a partial sum for every channel, as many as run at once, all of which walk the rows
+// together. A bias and silu there in bfloat16 takes 1.06 copies, with 1024 channels 1.07; with 4224 blocks of neighbouring rows it
+// took 1.14 and 1.29, of scale, shift and relu 1.40 and 1.80. Where tiles of channels do not divide that number, this many times.
+constexpr int kColumnWaves = 4;
 // Vectors that a thread handles at least.
 constexpr int kMinVectorsPerThread = 2;
 // Whether an operand stands beside each element that has to be in registers when it is evaluated, with all else. (Of several
 // operands one does, unless all lie along the axis of the sums.)
 template <class Op>
 constexpr bool kCrowded = kSurrounded<Op> && Op::kOperands > 1 && kAlong<Op> != (1u << Op::kOperands) - 1;
+// Elements that a thread of column_kernel takes side by side. It keeps a sum and an operand for each, which of several operands
+// along the axis has no room in 16 bits: eight at a time took 1.26 copies of scale, shift and relu, four 1.18; gates with biases and
+// relu 1.33 and 1.14, with gelu 1.62 and 1.31.
+template <class Op, int bytes>
+constexpr int column_elements = (kAlong<Op> & (kAlong<Op> - 1)) != 0 ? 4 : kVector<bytes>;
 // Blocks of row_kernel and column_kernel that a multiprocessor holds at once: 64 registers a thread, or 80.
-template <class Op>
-constexpr int reduction_residents(int elements, bool columns) {
-  return elements == 8 && (kCrowded<Op> || (kSurrounded<Op> && columns)) ? 3 : 4;
-}
+constexpr int kRowResidents = 4;
+template <class Op, int bytes>
+constexpr int column_residents = kSurrounded<Op> && column_elements<Op, bytes> == 8 ? 3 : 4;
 // Vectors of which row_kernel and column_kernel load what they read before they evaluate the first: enough of it is then on
 // its way for the memory of an H200. relu_bias's backward there, of the copy: one at a time 1.36 in bfloat16 and 1.27 in
-// float32, two 1.20 and 1.09, four 1.08 and 1.10.
+// float32, two 1.20 and 1.09, four 1.08 and 1.10. One where more is read of each (gates with biases and relu in bfloat16: one 1.08,
+// two 1.15), or where there is no room (two of scale and shift in columns took 1.04 in float32, one 1.02).
 template <class Op>
 constexpr int row_batch(int bytes) {
   if constexpr (kDecodes<Op>)
     if (!Op::kTwo && bytes == 2) return 4;
-  return 2;
+  return kCrowded<Op> ? 1 : 2;
 }
-// Columns keep a sum for each element: eight of them, and several operands, leave no registers for a second vector. (With twice
-// the registers for two, scale_shift_act's backward in bfloat16 takes 1.56 to 1.65 copies for 1.60 to 1.62, one of gates with
-// biases 1.42 to 1.54 for 1.29 to 1.34.)
-template <class Op>
-constexpr int column_batch = kSurrounded<Op> && Op::kOperands > 1 ? 1 : 2;
+template <class Op, int bytes>
+constexpr int column_batch = kCrowded<Op> || (bytes == 4 && kSurrounded<Op> && Op::kOperands > 1) ? 1 : 2;
 // What differs between architectures: the threads that a multiprocessor holds at most (its registers are 65,536 in all), and
 // the vectors of 16 bytes that an instruction moves. By compute capability; one that is not listed is like the greatest below
 // it.
@@ -136,14 +142,14 @@ struct Lay {
   bool pair = false;
 };
 
-// What a thread takes at a time: `parts` vectors of 16 bytes of x, of whose elements those in [start, end) are wanted. An
+// What a thread takes at a time: `parts` vectors of x, of 16 bytes or of as many `elements`, of which those in [start, end) are wanted. An
 // index has 32 bits where a tensor has less than 2^31 elements, 64 where that is not known. Whole groups, nearly all, are
 // told apart once: what that saves is a third of the instructions of a bias and an activation.
-template <int bytes, int parts, class I>
+template <int bytes, int parts, class I, int elements = kVector<bytes>>
 struct Group {
   using Index = I;
   static constexpr bool kSpread = false;
-  static constexpr int kBytes = bytes, kParts = parts, n = kVector<bytes>, kLanes = n * parts;
+  static constexpr int kBytes = bytes, kParts = parts, n = elements, kLanes = n * parts;
   Index i[parts], start, end;
   Index row[parts] = {};  // only where a tensor has a pitch
   bool whole;
@@ -679,8 +685,8 @@ struct SumsAlong {
   __device__ __forceinline__ static constexpr bool holds(int k) { return along >> k & 1; }
 };
 
-template <int bytes, class Index = int64_t>
-using Vector = Group<bytes, 1, Index>;
+template <int bytes, class Index = int64_t, int elements = kVector<bytes>>
+using Vector = Group<bytes, 1, Index, elements>;
 
 // How x and the result lie.
 template <class Op, class C>
@@ -789,15 +795,16 @@ __device__ __forceinline__ void process(const Args<Op, Compute<bytes>>& a, const
 template <int n, class Op, int bytes, Mode mode, class There, class At, class Sums>
 __device__ __forceinline__ void process_batch(const Args<Op, Compute<bytes>>& a, const There& is_there, const At& at,
                                               Sums& sums) {
-  Taken<Op, bytes, mode> taken[n];
+  using G = decltype(at(0));
+  Taken<Op, bytes, mode, G::kLanes> taken[n];
 #pragma unroll
   for (int b = 0; b < n; ++b)
-    if (is_there(b)) taken[b] = Taken<Op, bytes, mode>::of(a, at(b));
+    if (is_there(b)) taken[b] = Taken<Op, bytes, mode, G::kLanes>::of(a, at(b));
 #pragma unroll
   for (int b = 0; b < n; ++b) {
     if (!is_there(b)) continue;
-    const auto here = at(b);
-    VectorIo<Op, mode, std::decay_t<decltype(here)>, Sums> io{a, here, sums};
+    const G here = at(b);
+    VectorIo<Op, mode, G, Sums> io{a, here, sums};
     io.load();
     evaluate_taken<Op, bytes, mode>(a, taken[b], io);
   }
@@ -962,7 +969,7 @@ struct RowSums : SumsAlong<along> {
 };
 
 template <class Op, int bytes, Mode mode>
-__global__ void __launch_bounds__(kThreads, tuning::reduction_residents<Op>(kVector<bytes>, false))
+__global__ void __launch_bounds__(kThreads, tuning::kRowResidents)
     row_kernel(const __grid_constant__ Args<Op, Compute<bytes>> a, const Rows rows) {
   wait_for_earlier();
   constexpr int V = kVector<bytes>;
@@ -977,17 +984,6 @@ __global__ void __launch_bounds__(kThreads, tuning::reduction_residents<Op>(kVec
     // them for 4. A piece has less than 2^31 elements.
     constexpr int kLine = 128 / bytes, kBatch = tuning::row_batch<Op>(bytes);
     const I start = chunk.start(rows, o), end = start + chunk.to - chunk.from;
-    if constexpr (tuning::kCrowded<Op>) {  // parts of vectors among the whole ones
-      const I line = start & -kLine;
-      const int step = rows.width * V, before = int((start & -V) - line), after = int(end - line);
-#pragma unroll 1
-      for (int r = chunk.lane * V; r < after; r += step * kBatch) {
-        process_batch<kBatch, Op, bytes, mode>(
-            a, [&](int b) FUSED_ACT_LAMBDA { return r + b * step >= before && r + b * step < after; },
-            [&](int b) FUSED_ACT_LAMBDA { return At(line + r + b * step, 0, start, end); }, sums);
-      }
-      continue;
-    }
     const I whole = (start + V - 1) & -V, part = end & -V, base = whole & -kLine;
     const int step = rows.width * V, first = int(whole - base), last = int(part - base);
 #pragma unroll 1
@@ -1005,30 +1001,30 @@ __global__ void __launch_bounds__(kThreads, tuning::reduction_residents<Op>(kVec
   sums.emit(a, rows, chunk);
 }
 
-// A matrix of shape (outer, channels * fold): `fold` rows of channels at a time, as many as make a whole number of
-// vectors. The last of its rows may be cut short by the end of the tensor. A block takes `rows` of its rows in `across`
-// groups of a vector's columns.
+// A matrix whose rows have channels * fold elements: `fold` rows of channels at a time, as many as make a whole number of
+// vectors. The last of its rows may be cut short by the end of the tensor. A block takes `across` groups of a vector's
+// columns, of a row in each `line` of its threads; and the blocks beside it those of the next rows, so that all of them are
+// near each other in memory.
 struct Columns {
-  int64_t outer, channels;
+  int64_t channels;
   int fold, across;
-  int64_t rows, chunks;
+  int64_t chunks;  // blocks that share a column
 
   __device__ __forceinline__ int64_t width() const { return channels * fold; }
 };
 
 struct ColumnChunk {
-  int64_t column, first, last;
-  int at, line, lines;
+  int64_t column, start, step;  // start, start + step...: where the thread's vectors are
+  int lines;
   bool works;
 
   __device__ __forceinline__ ColumnChunk(const Columns& columns, int vector) {
     lines = blockDim.x / columns.across;
-    at = threadIdx.x % columns.across;
-    line = threadIdx.x / columns.across;
+    const int at = threadIdx.x % columns.across, line = threadIdx.x / columns.across;
     column = (int64_t(blockIdx.x) * columns.across + at) * vector;
     works = column < columns.width() && line < lines;
-    first = int64_t(blockIdx.y) * columns.rows;
-    last = min(first + columns.rows, columns.outer);
+    start = (int64_t(blockIdx.y) * lines + line) * columns.width() + column;
+    step = columns.chunks * lines * columns.width();
   }
 };
 
@@ -1047,18 +1043,17 @@ __device__ __forceinline__ void emit_columns(const A& a, int k, const Columns& c
 }
 
 // `along`: the operands that lie as the columns do.
-template <int O, class C, int V, uint32_t along>
+template <int O, class C, int bytes, int V, uint32_t along>
 struct ColumnSums : SumsAlong<along> {
   using SumsAlong<along>::holds;
-  static constexpr int kBytes = 16 / V;
   C sum[O][V];
-  Bits<kBytes, V> operand[O];
+  Bits<bytes, V> operand[O];
 
   template <class A>
   __device__ __forceinline__ void hold(const A& a, int64_t column) {
 #pragma unroll
     for (int k = 0; k < O; ++k)
-      if (holds(k)) operand[k] = load_bits<true, kBytes, V>(a.operand[k].data, column);
+      if (holds(k)) operand[k] = load_bits<true, bytes, V>(a.operand[k].data, column);
   }
   template <class N>
   __device__ __forceinline__ N held(int k, Dtype dtype) const {
@@ -1071,31 +1066,27 @@ struct ColumnSums : SumsAlong<along> {
 };
 
 template <class Op, int bytes, Mode mode>
-__global__ void __launch_bounds__(kThreads, tuning::reduction_residents<Op>(kVector<bytes>, true))
+__global__ void __launch_bounds__(kThreads, tuning::column_residents<Op, bytes>)
     column_kernel(const __grid_constant__ Args<Op, Compute<bytes>> a, const Columns columns) {
   wait_for_earlier();
   using C = Compute<bytes>;
-  constexpr int V = kVector<bytes>;
+  constexpr int V = tuning::column_elements<Op, bytes>, kBatch = tuning::column_batch<Op, bytes>;
   __shared__ C shared[kThreads * V];
   const ColumnChunk chunk(columns, V);
-  ColumnSums<Args<Op, C>::O, C, V, kAlong<Op>> sums{};
+  ColumnSums<Args<Op, C>::O, C, bytes, V, kAlong<Op>> sums{};
   if (chunk.works) {
     sums.hold(a, chunk.column);
-    const int64_t end = chunk.last * columns.width(), step = chunk.lines * columns.width();
-    const int64_t start = (chunk.first + chunk.line) * columns.width() + chunk.column;
-    using At = Vector<bytes, ReductionIndex<Op, mode>>;
-    const int64_t whole = min(end, a.numel - V + 1);
+    const int64_t start = chunk.start, step = chunk.step, whole = a.numel - V + 1;
+    using At = Vector<bytes, ReductionIndex<Op, mode>, V>;
 #pragma unroll 1
-    for (int64_t i = start; i < whole; i += step * tuning::column_batch<Op>) {
-      process_batch<tuning::column_batch<Op>, Op, bytes, mode>(
+    for (int64_t i = start; i < whole; i += step * kBatch) {
+      process_batch<kBatch, Op, bytes, mode>(
           a, [&](int b) FUSED_ACT_LAMBDA { return i + b * step < whole; },
           [&](int b) FUSED_ACT_LAMBDA { return At(i + b * step); }, sums);
     }
-    if constexpr (!kSurrounded<Op>) {
-      if (whole < end) {  // the end of the tensor: one thread has a part of a vector there
-        const int64_t last = start < whole ? start + (whole - start + step - 1) / step * step : start;
-        if (last < min(end, a.numel)) process<Op, bytes, mode>(a, At(last, 0, 0, a.numel), sums);
-      }
+    if constexpr (!kSurrounded<Op>) {  // at the end of the tensor one thread may have a part of a vector
+      const int64_t last = start < whole ? start + (whole - start + step - 1) / step * step : start;
+      if (last < a.numel) process<Op, bytes, mode>(a, At(last, 0, 0, a.numel), sums);
     }
   }
 #pragma unroll

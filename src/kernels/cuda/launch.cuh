@@ -27,6 +27,16 @@ inline int compiled_for(const void* kernel) {
   return answer;
 }
 
+// Blocks of a kernel that the current device holds at once. 1 where that is not known: then the launch will say why.
+inline int64_t blocks_at_once(const void* kernel, int threads, int shared) {
+  int device, multiprocessors, each;
+  if (cudaGetDevice(&device) != cudaSuccess ||
+      cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device) != cudaSuccess ||
+      cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, kernel, threads, shared) != cudaSuccess)
+    return cudaGetLastError(), 1;
+  return std::max<int64_t>(1, int64_t(multiprocessors) * each);
+}
+
 inline bool aligned(const void* p, int bytes = 16) { return reinterpret_cast<uintptr_t>(p) % bytes == 0; }
 
 // `bytes` is the size of an element of x; of the compute type where a Program has no vector kernels.
@@ -43,6 +53,10 @@ class Launcher {
   // Whether its vector kernels walk rows with a pitch and halves of pairs.
   static constexpr bool kWalks = Op::kDynamic || kSurrounded<Op>;
   static constexpr int kElements = kVector<bytes>;
+  static constexpr int kColumns = [] {  // that a thread of the kernels for columns takes side by side
+    if constexpr (Op::kDynamic) return kVector<bytes>;
+    if constexpr (!Op::kDynamic) return tuning::column_elements<Op, bytes>;
+  }();
   // Dynamic shared memory that every card gives a block without being asked.
   static constexpr int kScratchBytes = 48 * 1024 - 256;  // less what a kernel has of its own
 
@@ -415,32 +429,45 @@ class Launcher {
   }
 
   cudaError_t launch_columns() {
+    constexpr auto kernel = [] {
+      if constexpr (Op::kDynamic) return &program_backward_kernel<bytes>;
+      if constexpr (!Op::kDynamic) return &column_kernel<Op, bytes, mode>;
+    }();
     const ChannelForm& f = main_;
     Columns columns;
     // Rows of channels until they are a whole number of vectors.
     columns.fold = 1;
-    while (f.channels * columns.fold % kElements) columns.fold *= 2;
-    columns.outer = divide_up(f.outer, int64_t(columns.fold));
+    while (f.channels * columns.fold % kColumns) columns.fold *= 2;
     columns.channels = f.channels;
-    const int64_t groups = f.channels * columns.fold / kElements;
+    const int64_t groups = f.channels * columns.fold / kColumns, rows = divide_up(f.outer, int64_t(columns.fold));
     // As few column tiles as fit, all about as wide.
     columns.across = static_cast<int>(divide_up(groups, divide_up(groups, int64_t(threads_))));
     const int64_t tiles = divide_up(groups, int64_t(columns.across));
-    const int64_t lines = threads_ / columns.across * (lanes_ / kElements);
-    const int64_t elements = elements_per_block(tuning::kColumnBlocks);
-    columns.rows = std::max<int64_t>(1, elements / (int64_t(columns.across) * kElements));
-    columns.rows = divide_up(columns.rows, lines) * lines;
-    columns.rows = std::max(columns.rows, divide_up(columns.outer, int64_t(65535)));
-    columns.chunks = divide_up(columns.outer, columns.rows);
+    const int64_t rows_at_once = threads_ / columns.across * (Op::kDynamic ? lanes_ / kElements : 1);
+    columns.chunks = divide_up(rows, rows_at_once * tuning::kMinVectorsPerThread);
+    if (columns.chunks > 1) {
+      const int64_t wave = blocks_at_once(reinterpret_cast<const void*>(kernel), threads_, scratch_bytes());
+      columns.chunks = std::min(columns.chunks, blocks_for_each(tiles, wave));
+    }
     allocate_partials(f.channels, columns.chunks * columns.fold);
     const dim3 grid(static_cast<unsigned>(tiles), static_cast<unsigned>(columns.chunks));
     cudaError_t e;
     if constexpr (Op::kDynamic) {
       e = launch_program(grid, {ProgramWalk::columns, {}, columns});
     } else {
-      e = launch(&column_kernel<Op, bytes, mode>, grid, args_, columns);
+      e = launch(kernel, grid, args_, columns);
     }
     return e == cudaSuccess ? finish(f.channels, columns.chunks * columns.fold) : e;
+  }
+
+  // Blocks for each of `tiles`, so that nearly all of `wave` run at once, as few times as that goes.
+  static int64_t blocks_for_each(int64_t tiles, int64_t wave) {
+    int64_t each = 1;
+    for (int waves = 1; waves <= tuning::kColumnWaves; ++waves) {
+      each = std::max<int64_t>(1, waves * wave / tiles);
+      if (each * tiles * 10 >= waves * wave * 9) break;
+    }
+    return std::min<int64_t>(each, 65535);  // of a grid
   }
 
   cudaError_t launch_reduce(int which) {
@@ -459,7 +486,7 @@ class Launcher {
       reduction.reduced *= geometry_.sizes[d];
     }
     // Enough warps to fill the card, each with enough to sum.
-    const int64_t wanted = std::max<int64_t>(1, tuning::kColumnBlocks * (kThreads / kWarp) / reduction.kept);
+    const int64_t wanted = std::max<int64_t>(1, tuning::kReduceBlocks * (kThreads / kWarp) / reduction.kept);
     reduction.chunks = std::min(wanted, divide_up(reduction.reduced, tuning::kWarpElements));
     reduction.length = divide_up(reduction.reduced, reduction.chunks);
     reduction.chunks = divide_up(reduction.reduced, reduction.length);
@@ -553,5 +580,11 @@ class Launcher {
 };
 
 inline const char* message(cudaError_t e) { return e == cudaSuccess ? nullptr : cudaGetErrorString(e); }
+
+// Codes are written and read by vector kernels alone.
+template <class L>
+const char* run_with_codes(L&& launcher) {
+  return launcher.fits() ? message(launcher.run()) : kWantsDense;
+}
 
 }  // namespace fused_act

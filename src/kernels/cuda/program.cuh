@@ -276,14 +276,12 @@ __global__ void __launch_bounds__(kThreads, tuning::kProgramBackwardResidents)
     first = chunk.lane * n;
     apart = walk.by_rows.width * n;
   } else {
-    const Columns& columns = walk.by_columns;
-    const ColumnChunk chunk(columns, n);
-    start = uint32_t((chunk.first + chunk.line) * columns.width() + chunk.column);
-    const int64_t end = min(chunk.last * columns.width(), a.numel);
-    stretches = chunk.works && (chunk.first + chunk.line) * columns.width() + chunk.column < end;
-    length = uint32_t(end) - start;
+    const ColumnChunk chunk(walk.by_columns, n);
+    stretches = chunk.works && chunk.start < a.numel;
+    start = uint32_t(chunk.start);
+    length = uint32_t(a.numel) - start;
     first = 0;
-    apart = uint32_t(min(chunk.lines * columns.width(), int64_t(1) << 31));
+    apart = uint32_t(min(chunk.step, int64_t(1) << 31));
     for (int k = 0; k < kMaxOperands; ++k)
       if (a.emit[k] == Emit::reduce) scratch.write(a.plan.sums[k], constant<GroupLanes>(0));
   }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "launch.cuh"
+#include "parts.h"
 
 namespace fused_act {
 
@@ -21,29 +22,9 @@ const char* run_program_in_any_mode(const Request& r, const Geometry& geometry, 
   }
 }
 
-// Codes are written and read by vector kernels alone.
-template <class L>
-const char* run_with_codes(L&& launcher) {
-  return launcher.fits() ? message(launcher.run()) : kWantsDense;
-}
-template <int bytes>
-const char* run_decoder(const Request& r, const Geometry& geometry, const Cuda& cuda) {
-  const auto run = [&](auto operands, auto two) {
-    using Op = Decoder<decltype(operands)::value, decltype(two)::value>;
-    const Op op = Op::of(r.table, r.scalars);
-    if (r.mode == Mode::coded_jvp) return run_with_codes(Launcher<Op, bytes, Mode::jvp>(op, r, geometry, cuda));
-    return run_with_codes(Launcher<Op, bytes, Mode::backward>(op, r, geometry, cuda));
-  };
-  const auto with = [&](auto operands) {
-    return r.table.bits() == 2 ? run(operands, std::true_type()) : run(operands, std::false_type());
-  };
-  return r.operands <= 1 ? with(std::integral_constant<int, 1>()) : with(std::integral_constant<int, kMaxOperands>());
-}
-
 template <int bytes>
 const char* run_program(const Request& r, const Geometry& geometry, const Cuda& cuda) {
   if constexpr (bytes < 8) {
-    if (reads_codes(r.mode)) return run_decoder<bytes>(r, geometry, cuda);
     if (r.mode == Mode::coded)
       return run_with_codes(Launcher<Program, bytes, Mode::coded>(r.program, r, geometry, cuda));
   }

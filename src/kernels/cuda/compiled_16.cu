@@ -1,7 +1,0 @@
-#include "compiled.cuh"
-
-namespace fused_act {
-const char* run_cuda_16(int op, const Request& r, const Geometry& geometry, const Cuda& cuda) {
-  return run_compiled<2>(op, r, geometry, cuda);
-}
-}  // namespace fused_act
