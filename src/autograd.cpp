@@ -137,21 +137,18 @@ class Derivative {
   void forward(Arguments& a, variable_list& result) const {
     a.g = grads_[0];
     std::copy(needed_.begin(), needed_.end(), a.asked);
-    if (!coded_) {
-      result = call(op_, Mode::backward, a);
-      return;
-    }
     // A residual's gradient is often that of x, or grad_output itself: then it is that tensor, as a sum's is in ATen.
     SameGradient same[kMaxOperands] = {};
     for (int k = 0; k < op_.operands; ++k) {
       const at::Tensor& operand = a.operand[k];
       if (!needed_[1 + k] || !operand.defined() || !lies_as(operand, a.x)) continue;
-      same[k] = same_gradient(op_, a, k);
+      same[k] = same_gradient(op_, a, k, coded_);
       if (same[k] == SameGradient::as_grad_output && !lies_as(operand, a.g)) same[k] = SameGradient::none;
       if (same[k] == SameGradient::as_x && !needed_[0]) same[k] = SameGradient::none;
       if (same[k] != SameGradient::none) a.asked[1 + k] = false;
     }
-    if (std::count(a.asked, a.asked + needed_.size(), true)) result = call(op_, Mode::coded_backward, a);
+    const Mode mode = coded_ ? Mode::coded_backward : Mode::backward;
+    if (std::count(a.asked, a.asked + needed_.size(), true)) result = call(op_, mode, a);
     for (int k = 0; k < op_.operands; ++k) {
       if (same[k] == SameGradient::as_x) result[1 + k] = result[0];
       if (same[k] == SameGradient::as_grad_output) result[1 + k] = a.g;

@@ -578,7 +578,31 @@ bool should_code(const Operator& op, const Arguments& a, uint32_t asked) {
   return (asked & ~coding_of(op, a).known()) == 0;
 }
 
-SameGradient same_gradient(const Operator& op, const Arguments& a, int k) {
+// The same where the operand is added once: with nothing but additions before that, or after it.
+static SameGradient same_gradient_by_steps(const Program& program, int source) {
+  int place = -1;
+  for (int n = 0; n < program.length; ++n) {
+    const Instruction& i = program.instruction[n];
+    if (i.code == Code::save || i.code == Code::load) return SameGradient::none;
+    if (i.source != source) continue;
+    if (place >= 0 || i.code != Code::Add) return SameGradient::none;
+    place = n;
+  }
+  if (place < 0) return SameGradient::none;
+  const auto adds = [&](int from, int to) {
+    return std::all_of(program.instruction + from, program.instruction + to,
+                       [](const Instruction& i) { return i.code == Code::Add; });
+  };
+  return adds(place, program.length) ? SameGradient::as_grad_output
+         : adds(0, place)            ? SameGradient::as_x
+                                     : SameGradient::none;
+}
+
+SameGradient same_gradient(const Operator& op, const Arguments& a, int k, bool coded) {
+  if (op.packing != Packing::none) return SameGradient::none;
+  const Program program = op.fixed ? op.program : steps_of(op, a).program;
+  const SameGradient same = same_gradient_by_steps(program, op.kernel_operand(k));
+  if (!coded || same != SameGradient::none) return same;
   const Coding& coding = coding_of(op, a);
   const auto all = [&](auto f) { return f(coding.cpu) && f(coding.cuda); };
   const int from = (1 + k) * kMaxCodes;

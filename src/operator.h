@@ -132,9 +132,10 @@ const Coding& coding_of(const Operator&, const Arguments&);
 // whether that pays: of small tensors another launch would take more than it saves.
 bool should_code(const Operator&, const Arguments&, uint32_t asked);
 
-// Of a call with codes: whether the derivative with respect to operand k is always that with respect to x, or always 1.
+// Whether the derivative with respect to operand k is always that with respect to x, or always 1: by the steps, or of a call with
+// codes by these.
 enum class SameGradient { none, as_x, as_grad_output };
-SameGradient same_gradient(const Operator&, const Arguments&, int k);
+SameGradient same_gradient(const Operator&, const Arguments&, int k, bool coded);
 
 // The autograd kernels of one dispatcher operator (autograd.cpp).
 torch::CppFunction autograd_kernel(const Operator&, Mode);

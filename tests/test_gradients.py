@@ -14,6 +14,7 @@ from cases import call, smooth_function, tracked
 from oracle import assert_gradient, assert_operand_gradient, assert_same
 
 import fused_act
+from fused_act._program import encode
 
 
 def run(op, x, params, grad_output):
@@ -358,6 +359,54 @@ def test_incoming_gradients_of_other_layouts(op, dtype, device, incoming_kind):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # What is saved for backward
+
+
+def chain(x, operands, *steps):
+    return torch.ops.fused_act.chain(x, operands, *encode(steps))
+
+
+OPERAND = ("operand", 0)
+ADDED = {
+    "before": (lambda x, r, b: torch.ops.fused_act.add_act(x, r, "silu"), "x"),
+    "beside a bias": (lambda x, r, b: torch.ops.fused_act.add_act(x, r, "gelu", bias=b), "x"),
+    "after": (lambda x, r, b: torch.ops.fused_act.act_add(x, r, "silu", bias=b), "go"),
+    "alone": (lambda x, r, b: torch.ops.fused_act.add_act(x, r, "linear"), "go"),
+    "after a factor": (
+        lambda x, r, b: chain(x, [r], ("Mul", None, (2.0,)), ("Add", OPERAND, ()), ("Silu", None, ())),
+        None,
+    ),
+    "twice": (lambda x, r, b: chain(x, [r], ("Add", OPERAND, ()), ("Silu", None, ()), ("Add", OPERAND, ())), None),
+    "also a factor": (
+        lambda x, r, b: chain(x, [r], ("Add", OPERAND, ()), ("Silu", None, ()), ("MulOperand", OPERAND, ())),
+        None,
+    ),
+    "in another order": (lambda x, r, b: torch.ops.fused_act.add_act(x, r, "silu"), None),
+    "of another dtype": (lambda x, r, b: torch.ops.fused_act.add_act(x, r, "silu"), None),
+    "of one row": (lambda x, r, b: torch.ops.fused_act.add_act(x, r, "silu"), None),
+}
+
+
+@pytest.mark.parametrize("shape", [(5, 4, 7, 6), (5, 32, 16, 16)], ids=["small", "large"])
+@pytest.mark.parametrize("how", ADDED)
+def test_gradient_of_what_is_added_is_a_tensor_that_is_there(how, shape, device):
+    """That of x or the incoming one, as in ATen for a sum; no other is. Two leaves do not share what they keep."""
+    function, same = ADDED[how]
+    g = torch.Generator().manual_seed(1)
+    x, r, b, go = (torch.randn(s, generator=g).to(device) for s in (shape, shape, shape[1:2], shape))
+    own = r.double() if "dtype" in how else r.mT.contiguous().mT if "order" in how else r[:1] if "row" in how else r
+    leaves = [x.requires_grad_(), own.detach().requires_grad_(), b.requires_grad_()]
+    y = function(*leaves)
+    grad_x, grad = torch.autograd.grad(y, leaves[:2], go, retain_graph=True)
+    assert shares_storage(grad, grad_x) == (same == "x") and shares_storage(grad, go) == (same == "go")
+    (alone,) = torch.autograd.grad(y, leaves[1], go, retain_graph=True)
+    assert torch.equal(grad, alone)
+    wide = [t.detach().cpu().double().requires_grad_() for t in leaves]
+    expected = torch.autograd.grad(function(*wide), wide[:2], go.cpu().double())
+    for got, want in zip((grad_x, grad), expected, strict=True):
+        torch.testing.assert_close(got.cpu().double(), want, rtol=1e-5, atol=1e-5)
+    y.backward(go)
+    assert not shares_storage(leaves[0].grad, leaves[1].grad) and not shares_storage(leaves[1].grad, go)
+    assert torch.equal(leaves[1].grad, grad)
 
 
 def saved(op, x, params):
