@@ -37,7 +37,7 @@ RELEASE_ARCHITECTURES = "7.5;8.0;8.6;9.0;10.0;12.0+PTX"
 GIB_PER_COMPILER = 2.5  # bindings.cpp with torch's headers, the largest
 
 CPU_SOURCE = "src/kernels/cpu/cpu.cpp"
-# CUDA sources that are compiled for each size of an element, and in how many parts (cuda.h says why). framed.cu has as
+# CUDA sources that are compiled for each size of an element, and in how many parts (parts.h says why). framed.cu has as
 # many as there are common activations.
 PARTS = {"src/kernels/cuda/compiled.cu": 3, "src/kernels/cuda/decoded.cu": 1, "src/kernels/cuda/framed.cu": 12}
 # In rising order, and linked after all else: of an inline function that several objects hold, the linker keeps the

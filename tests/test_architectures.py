@@ -29,6 +29,9 @@ namespace fused_act {
 #define ROWS(OP, BYTES) \\
   template __global__ void row_kernel<OP, BYTES, Mode::backward>(const __grid_constant__ Args<OP, Compute<BYTES>>, \\
                                                                  const Rows);
+#define COLUMNS(OP, BYTES) \\
+  template __global__ void column_kernel<OP, BYTES, Mode::backward>(const __grid_constant__ Args<OP, Compute<BYTES>>, \\
+                                                                    const Columns);
 using Bias = ops::relu_bias::Compiled;
 using One = Decoder<1, false>;
 using Curved = Framed<Gelu, false>;
@@ -49,10 +52,15 @@ FLAT(Exactly, 2, forward, uint32_t)
 ROWS(Exactly, 2)
 ROWS(Several, 2)
 ROWS(Crowded, 2)
+COLUMNS(One, 2)
+COLUMNS(Exactly, 2)
+COLUMNS(Several, 2)
+COLUMNS(Several, 4)
+COLUMNS(Crowded, 2)
 FLAT(Pairwise, 2, backward, uint32_t)
 }  // namespace fused_act
 """
-KERNELS_IN_PROGRAM = len(re.findall(r"^(?:FLAT|ROWS)\(", PROGRAM, re.MULTILINE))
+KERNELS_IN_PROGRAM = len(re.findall(r"^(?:FLAT|ROWS|COLUMNS)\(", PROGRAM, re.MULTILINE))
 
 
 def release_architectures():

@@ -407,27 +407,37 @@ class Run:
             about |= figures(taken, yardstick, 1.0)
             return about | {"lowest_us": min(taken), "highest_us": max(taken), "limit_ms": GOAL_MS.get(what)}
 
+        def skip(operator: str, dtype: str, reason: object) -> None:
+            about = {"section": "start", "operator": operator, "call": "all", "dtype": dtype, "layout": "contiguous"}
+            about |= {"shape": list(SHAPE), "elements": math.prod(SHAPE), "reason": str(reason)}
+            self.skipped.append(about)
+
         args = self.args
         advance("start, import")
-        import_times()  # the files come into memory
-        of_torch, own = zip(*(import_times() for _ in range(PROCESSES)), strict=True)
-        yield row("fused_act", "import", args.dtypes[0], list(own), list(of_torch))
+        try:
+            import_times()  # the files come into memory
+            of_torch, own = zip(*(import_times() for _ in range(PROCESSES)), strict=True)
+            yield row("fused_act", "import", args.dtypes[0], list(own), list(of_torch))
+        except subprocess.SubprocessError as error:
+            skip("fused_act", args.dtypes[0], error)
         advance("start, first calls")
-        calls = first_calls(args.device, args.dtypes, args.operators, args.activations, PROCESSES)
         yardsticks: dict[str, list[float]] = {}
-        for n, (operator, dtype, times) in enumerate(calls, 2):
-            if reason := times.get("reason"):
-                about = {"section": "start", "operator": operator or "F.softplus", "call": "all", "dtype": dtype}
-                about |= {"layout": "contiguous", "shape": list(SHAPE), "elements": math.prod(SHAPE)}
-                self.skipped.append(about | {"reason": reason})
+        steps = 2
+        try:
+            for operator, dtype, times in first_calls(
+                args.device, args.dtypes, args.operators, args.activations, PROCESSES
+            ):
                 if not operator:
-                    return
-            elif not operator:
-                yardsticks = times
-            else:
-                yield from (row(operator, what, dtype, taken, yardsticks[what]) for what, taken in times.items())
-            if n < self.steps("start"):
-                advance("start, first calls")
+                    yardsticks = times
+                if reason := times.get("reason") or yardsticks.get("reason"):
+                    skip(operator or "F.softplus", dtype, reason)
+                elif operator:
+                    yield from (row(operator, what, dtype, taken, yardsticks[what]) for what, taken in times.items())
+                steps += 1
+                if steps <= self.steps("start"):
+                    advance("start, first calls")
+        except subprocess.SubprocessError as error:
+            skip("first calls", args.dtypes[0], error)
 
 
 def graph_of_ten(function: Callable, x: torch.Tensor, extra: dict) -> Call:

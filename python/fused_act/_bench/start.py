@@ -23,6 +23,7 @@ from .cases import Case, make_cases
 
 # Large enough that training saves codes where it can.
 SHAPE = (4, 64, 8, 8)
+TIMEOUT = 120  # seconds for a first call
 FIRST_CALL, FIRST_STEP = WHATS = ("first call", "first training step")
 
 _IMPORT = """
@@ -43,8 +44,9 @@ def environment() -> dict[str, str]:
 
 def import_times() -> tuple[float, float]:
     """Microseconds of ``import torch`` and then of ``import fused_act``, in a new process."""
-    command = [sys.executable, "-c", _IMPORT]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", _IMPORT], env=environment(), stdout=subprocess.PIPE, text=True)
+    if done.returncode:  # whose stderr the user has seen
+        raise subprocess.SubprocessError(f"the process that imports ended with {done.returncode}")
     of_torch, own = (float(seconds) * 1e6 for seconds in done.stdout.split())
     return of_torch, own
 
@@ -73,7 +75,7 @@ def first_calls(
         for line in process.stdout:
             yield tuple(json.loads(line))
     if process.returncode:
-        raise subprocess.CalledProcessError(process.returncode, process.args)
+        raise subprocess.SubprocessError(f"the process that forks them ended with {process.returncode}")
 
 
 def time_first(case: Case | None, what: str, device_type: str, dtype: str) -> float:
@@ -113,10 +115,11 @@ def _in_a_process(*arguments: object) -> float | str:
     process.start()
     send.close()
     try:
-        return receive.recv()
+        return receive.recv() if receive.poll(TIMEOUT) else f"no first call within {TIMEOUT} s"
     except EOFError:
         return "the process ended before its first call had"
     finally:
+        process.kill()  # it has sent what it had
         process.join()
 
 

@@ -39,8 +39,8 @@ enum Place : int {
 
 }  // namespace
 
-template <>
-const char* run_compiled_part<kBytes, kPart>(int op, const Request& r, const Geometry& geometry, const Cuda& cuda) {
+template <int bytes, int part>
+const char* run_compiled_part(int op, const Request& r, const Geometry& geometry, const Cuda& cuda) {
   static constexpr Launch functions[] = {
 #define FUSED_ACT_ENTRY(NAME, ...) launch_here<ops::NAME, place_of_##NAME>(),
       FUSED_ACT_OPERATORS(FUSED_ACT_ENTRY)
@@ -48,5 +48,6 @@ const char* run_compiled_part<kBytes, kPart>(int op, const Request& r, const Geo
   };
   return functions[op](r, geometry, cuda);
 }
+template const char* run_compiled_part<kBytes, kPart>(int op, const Request&, const Geometry&, const Cuda&);
 
 }  // namespace fused_act

@@ -17,11 +17,12 @@ const char* launch(const Request& r, const Geometry& geometry, const Cuda& cuda)
 
 }  // namespace
 
-template <>
-const char* run_decoded<kBytes>(const Request& r, const Geometry& geometry, const Cuda& cuda) {
+template <int bytes>
+const char* run_decoded(const Request& r, const Geometry& geometry, const Cuda& cuda) {
   const bool two = r.table.bits() == 2;
   if (r.operands <= 1) return two ? launch<1, true>(r, geometry, cuda) : launch<1, false>(r, geometry, cuda);
   return two ? launch<kMaxOperands, true>(r, geometry, cuda) : launch<kMaxOperands, false>(r, geometry, cuda);
 }
+template const char* run_decoded<kBytes>(const Request&, const Geometry&, const Cuda&);
 
 }  // namespace fused_act

@@ -28,9 +28,9 @@ bool launch_framed(const Frame& frame, const Request& r, const Geometry& geometr
 
 }  // namespace
 
-template <>
-bool run_framed_part<kBytes, kPart>(const Frame& frame, Code activation, const Request& r, const Geometry& geometry,
-                                    const Cuda& cuda, const char** error) {
+template <int bytes, int part>
+bool run_framed_part(const Frame& frame, Code activation, const Request& r, const Geometry& geometry, const Cuda& cuda,
+                     const char** error) {
   static constexpr bool (*functions[])(const Frame&, const Request&, const Geometry&, const Cuda&, const char**) = {
 #define FUSED_ACT_ENTRY(STEP) &launch_framed<STEP>,
       FUSED_ACT_STEPS(FUSED_ACT_ENTRY)
@@ -38,5 +38,6 @@ bool run_framed_part<kBytes, kPart>(const Frame& frame, Code activation, const R
   };
   return functions[int(activation)](frame, r, geometry, cuda, error);
 }
+template bool run_framed_part<kBytes, kPart>(const Frame&, Code, const Request&, const Geometry&, const Cuda&, const char**);
 
 }  // namespace fused_act

@@ -17,7 +17,7 @@ namespace fused_act {
 namespace tuning {
 // Blocks that a reduction of a large tensor is cut into by row_kernel, and the most by reduce_kernel. Many, of as many bytes in
 // either type, since the last wave idles: at (128, 64, 126, 126) on an H200 relu_bias's backward takes 1.09 copies in float32 with
-// 16896 blocks and 1.12 with half of them, in bfloat16 1.27 and 1.20. (As many as run at once, each of which takes every so manieth
+// 16896 blocks and 1.12 with half of them, in bfloat16 1.27 and 1.20. (As many as run at once, each of which takes every n-th
 // plane: 1.11 in float32 with a bias and silu, for 1.01.)
 constexpr int64_t row_blocks(int bytes) { return bytes == 2 ? 8448 : 16896; }
 constexpr int64_t kReduceBlocks = 4224;
@@ -142,9 +142,9 @@ struct Lay {
   bool pair = false;
 };
 
-// What a thread takes at a time: `parts` vectors of x, of 16 bytes or of as many `elements`, of which those in [start, end) are wanted. An
-// index has 32 bits where a tensor has less than 2^31 elements, 64 where that is not known. Whole groups, nearly all, are
-// told apart once: what that saves is a third of the instructions of a bias and an activation.
+// What a thread takes at a time: `parts` vectors of x, of 16 bytes or of as many `elements`, of which those in [start, end) are
+// wanted. An index has 32 bits where a tensor has less than 2^31 elements, 64 where that is not known. Whole groups, nearly all,
+// are told apart once: what that saves is a third of the instructions of a bias and an activation.
 template <int bytes, int parts, class I, int elements = kVector<bytes>>
 struct Group {
   using Index = I;

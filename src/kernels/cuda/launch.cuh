@@ -393,7 +393,7 @@ class Launcher {
     return launch_with(kThreads, 0, &strided_kernel<C, mode>, blocks, args_, space);
   }
 
-  // Elements of a block of a fused reduction: whole vectors for all threads, more of them in a large tensor.
+  // Elements of a block of row_kernel: whole vectors for all threads, more of them in a large tensor.
   int64_t elements_per_block(int64_t blocks) const {
     const int64_t least = int64_t(threads_) * lanes_ * tuning::kMinVectorsPerThread;
     return std::max(least, request_.numel / blocks);

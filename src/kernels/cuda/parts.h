@@ -5,8 +5,8 @@
 
 namespace fused_act {
 
-// A kernel's first launch makes the driver decompress and load the object that it is in: 1 ms for half a megabyte of code. So what
-// there are many of is compiled in parts, of about that size (setup.py).
+// A kernel's first launch makes the driver decompress and load the object that it is in: 1 ms for half a megabyte of code. So
+// what there are many of is compiled in parts of about that size; how many the build says.
 constexpr int kCompiledParts = FUSED_ACT_COMPILED_PARTS, kFramedParts = FUSED_ACT_FRAMED_PARTS;
 
 // run_cuda for an operator of that part and elements of that size.
