@@ -5,9 +5,11 @@ import os
 import re
 import shutil
 import subprocess
+from pathlib import Path
 
 import cases
 import pytest
+import torch
 
 SOURCES = cases.ROOT / "src"
 SETUP = cases.ROOT / "setup.py"
@@ -98,3 +100,20 @@ def test_kernels_of_an_architecture(architecture, tmp_path):
         for access in ("ld", "st"):
             wide = re.search(rf"{access}\.global\.(v8\.[buf]32|v4\.[buf]64)", entry)
             assert bool(wide) == bool(flat and architecture >= 100), entry[:200]
+
+
+@pytest.mark.skipif(not shutil.which("cmake"), reason="there is no cmake")
+@pytest.mark.skipif(torch.version.cuda is None, reason="this PyTorch has no CUDA")
+def test_cmake_compiles_kernels(tmp_path):
+    """An object of them: all would take as long as the wheel. Of an inline function that several objects have, the
+    linker keeps the first, and that must run on every CPU."""
+    configure = ["cmake", "-S", cases.ROOT, "-B", tmp_path, "-G", "Unix Makefiles", "-DFUSED_ACT_CUDA=ON"]
+    configure += [f"-DTORCH_ROOT={Path(torch.__file__).parent}", f"-DCMAKE_CUDA_COMPILER={NVCC}"]
+    build = ["cmake", "--build", tmp_path, "--target", "decoded_4_0"]
+    for command in ([*configure, "-DCMAKE_CUDA_ARCHITECTURES=90-real"], build):
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+    link = (tmp_path / "CMakeFiles" / "fused_act.dir" / "link.txt").read_text()
+    objects = re.findall(r"(\w+)\.dir/", link)
+    cpu = [name.startswith("cpu_") for name in objects]
+    assert any(cpu) and not all(cpu) and cpu == sorted(cpu), objects
