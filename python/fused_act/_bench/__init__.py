@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=run)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     default = [section for section in SECTIONS if section != "start"]
-    help = "default: all but start, which takes ten processes for each row, 0.7 s each on a GPU"
+    help = "default: all but start, which takes five processes for each figure, of 0.7 s on a GPU"
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=default, help=help)
     parser.add_argument("--operators", nargs="+", choices=names, default=names, metavar="NAME", help="default: all")
     parser.add_argument(
