@@ -74,8 +74,7 @@ def release_architectures():
 
 @pytest.mark.parametrize("architecture", release_architectures())
 def test_kernels_of_an_architecture(architecture, tmp_path):
-    """They compile without warnings and keep next to nothing in memory for want of registers (20 bytes of a gate with
-    biases and gelu on 8.0, whose row_kernel has 64). Where launch.cuh asks for
+    """They compile without warnings and keep nothing in memory for want of registers. Where launch.cuh asks for
     programmatic dependent launch, from compute capability 9.0 on, they wait before all else. From 10.0 on flat tensors
     are read and written 32 bytes at a time."""
     source = tmp_path / "kernels.cu"
@@ -87,7 +86,7 @@ def test_kernels_of_an_architecture(architecture, tmp_path):
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0 and "warning" not in done.stderr, done.stderr
     spilled = [int(n) for n in re.findall(r"(\d+) bytes spill stores", done.stderr)]
-    assert len(spilled) == KERNELS_IN_PROGRAM and max(spilled) <= 20, done.stderr
+    assert len(spilled) == KERNELS_IN_PROGRAM and max(spilled) <= 16, done.stderr
 
     entries = (tmp_path / "kernels.ptx").read_text().split(".entry")[1:]
     assert len(entries) == KERNELS_IN_PROGRAM

@@ -258,14 +258,7 @@ def test_a_first_call_that_fails_is_a_skipped_row(tmp_path, monkeypatch):
 
     monkeypatch.setattr(start, "time_first", here)
 
-    def in_this_process(device, dtypes, operators, activations, repeats):
-        request = {
-            "device": device,
-            "dtypes": dtypes,
-            "operators": operators,
-            "activations": activations,
-            "repeats": repeats,
-        }
+    def in_this_process(**request):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(sys, "stdin", io.StringIO(json.dumps(request)))
             patch.setattr(sys, "stdout", printed := io.StringIO())

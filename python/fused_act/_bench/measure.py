@@ -424,9 +424,8 @@ class Run:
         yardsticks: dict[str, list[float]] = {}
         steps = 2
         try:
-            for operator, dtype, times in first_calls(
-                args.device, args.dtypes, args.operators, args.activations, PROCESSES
-            ):
+            request = {name: getattr(args, name) for name in ("device", "dtypes", "operators", "activations")}
+            for operator, dtype, times in first_calls(**request, repeats=PROCESSES):
                 if not operator:
                     yardsticks = times
                 if reason := times.get("reason") or yardsticks.get("reason"):

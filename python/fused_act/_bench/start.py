@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -51,18 +51,10 @@ def import_times() -> tuple[float, float]:
     return of_torch, own
 
 
-def first_calls(
-    device: str, dtypes: Sequence[str], operators: Sequence[str], activations: Sequence[str], repeats: int
-) -> Iterator[tuple[str, str, dict]]:
+def first_calls(**request: object) -> Iterator[tuple[str, str, dict]]:
     """(operator, dtype, times) for ``F.softplus``, whose operator is "", and then for each case. ``times`` has for each
-    of WHATS the microseconds of ``repeats`` processes, or the reason why there are none under "reason"."""
-    request = {
-        "device": device,
-        "dtypes": dtypes,
-        "operators": operators,
-        "activations": activations,
-        "repeats": repeats,
-    }
+    of WHATS the microseconds of ``repeats`` processes, or the reason why there are none under "reason". ``request`` is
+    what serve reads: device, dtypes, operators, activations, repeats."""
     with subprocess.Popen(
         [sys.executable, "-c", f"from {__name__} import serve; serve()"],
         env=environment(),

@@ -306,9 +306,9 @@ __device__ __forceinline__ void store_element(void* p, Dtype dtype, int64_t i, C
 
 // The first thing in every kernel. It may have been launched while the one before it in the stream still runs (programmatic
 // dependent launch), so it waits for that one's end before it touches memory. And where few blocks run (one vector a thread:
-// on tensors of up to 1 MB; of column_kernel on a small card also large ones), the next may be launched at once: ten kernels in a graph then take 7.7 to 10.9 us on an H200,
-// where they take 11.9 to 15.1 launched one after the other and 9.7 to 12.0 without this. More blocks would take
-// multiprocessors from what they wait for: at 4 MB 21.5 for 18.6 us.
+// on tensors of up to 1 MB; of column_kernel on a small card also on large ones), the next may be launched at once: ten kernels
+// in a graph then take 7.7 to 10.9 us on an H200, where they take 11.9 to 15.1 launched one after the other and 9.7 to 12.0
+// without this. More blocks would take multiprocessors from what they wait for: at 4 MB 21.5 for 18.6 us.
 __device__ __forceinline__ void wait_for_earlier() {
 #if __CUDA_ARCH__ >= 900
   if (gridDim.x * gridDim.y <= 256) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

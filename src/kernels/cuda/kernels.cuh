@@ -36,22 +36,6 @@ constexpr bool kCrowded = kSurrounded<Op> && Op::kOperands > 1 && kAlong<Op> != 
 // relu 1.33 and 1.14, with gelu 1.62 and 1.31.
 template <class Op, int bytes>
 constexpr int column_elements = (kAlong<Op> & (kAlong<Op> - 1)) != 0 ? 4 : kVector<bytes>;
-// Blocks of row_kernel and column_kernel that a multiprocessor holds at once: 64 registers a thread, or 80.
-constexpr int kRowResidents = 4;
-template <class Op, int bytes>
-constexpr int column_residents = kSurrounded<Op> && column_elements<Op, bytes> == 8 ? 3 : 4;
-// Vectors of which row_kernel and column_kernel load what they read before they evaluate the first: enough of it is then on
-// its way for the memory of an H200. relu_bias's backward there, of the copy: one at a time 1.36 in bfloat16 and 1.27 in
-// float32, two 1.20 and 1.09, four 1.08 and 1.10. One where more is read of each (gates with biases and relu in bfloat16: one 1.08,
-// two 1.15), or where there is no room (two of scale and shift in columns took 1.04 in float32, one 1.02).
-template <class Op>
-constexpr int row_batch(int bytes) {
-  if constexpr (kDecodes<Op>)
-    if (!Op::kTwo && bytes == 2) return 4;
-  return kCrowded<Op> ? 1 : 2;
-}
-template <class Op, int bytes>
-constexpr int column_batch = kCrowded<Op> || (bytes == 4 && kSurrounded<Op> && Op::kOperands > 1) ? 1 : 2;
 // What differs between architectures: the threads that a multiprocessor holds at most (its registers are 65,536 in all), and
 // the vectors of 16 bytes that an instruction moves. By compute capability; one that is not listed is like the greatest below
 // it.
@@ -72,6 +56,26 @@ constexpr Architecture kThis = architecture(__CUDA_ARCH__);
 constexpr Architecture kThis = architecture(0);
 #endif
 constexpr int kMaxThreads = kThis.threads;
+// Blocks of row_kernel and column_kernel that a multiprocessor holds at once: 64 registers a thread, or 80. (On 8.0 gates with
+// biases and gelu have no room in 64.)
+template <class Op>
+constexpr int row_residents(int elements, const Architecture& a) {
+  return elements == 8 && kCrowded<Op> && a.capability < 900 ? 3 : 4;
+}
+template <class Op, int bytes>
+constexpr int column_residents = kSurrounded<Op> && column_elements<Op, bytes> == 8 ? 3 : 4;
+// Vectors of which row_kernel and column_kernel load what they read before they evaluate the first: enough of it is then on
+// its way for the memory of an H200. relu_bias's backward there, of the copy: one at a time 1.36 in bfloat16 and 1.27 in
+// float32, two 1.20 and 1.09, four 1.08 and 1.10. One where more is read of each (gates with biases and relu in bfloat16: one 1.08,
+// two 1.15), or where there is no room (two of scale and shift in columns took 1.04 in float32, one 1.02).
+template <class Op>
+constexpr int row_batch(int bytes) {
+  if constexpr (kDecodes<Op>)
+    if (!Op::kTwo && bytes == 2) return 4;
+  return kCrowded<Op> ? 1 : 2;
+}
+template <class Op, int bytes>
+constexpr int column_batch = kCrowded<Op> || (bytes == 4 && kSurrounded<Op> && Op::kOperands > 1) ? 1 : 2;
 // Whether a thread of flat_kernel may take two vectors side by side. Not where codes of four elements are put together by
 // neighbours, nor of what has tensors that are not flat.
 template <class Op>
@@ -969,7 +973,7 @@ struct RowSums : SumsAlong<along> {
 };
 
 template <class Op, int bytes, Mode mode>
-__global__ void __launch_bounds__(kThreads, tuning::kRowResidents)
+__global__ void __launch_bounds__(kThreads, tuning::row_residents<Op>(kVector<bytes>, tuning::kThis))
     row_kernel(const __grid_constant__ Args<Op, Compute<bytes>> a, const Rows rows) {
   wait_for_earlier();
   constexpr int V = kVector<bytes>;

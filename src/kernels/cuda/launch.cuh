@@ -53,10 +53,7 @@ class Launcher {
   // Whether its vector kernels walk rows with a pitch and halves of pairs.
   static constexpr bool kWalks = Op::kDynamic || kSurrounded<Op>;
   static constexpr int kElements = kVector<bytes>;
-  static constexpr int kColumns = [] {  // that a thread of the kernels for columns takes side by side
-    if constexpr (Op::kDynamic) return kVector<bytes>;
-    if constexpr (!Op::kDynamic) return tuning::column_elements<Op, bytes>;
-  }();
+  static constexpr int kColumns = tuning::column_elements<Op, bytes>;
   // Dynamic shared memory that every card gives a block without being asked.
   static constexpr int kScratchBytes = 48 * 1024 - 256;  // less what a kernel has of its own
 
@@ -443,7 +440,7 @@ class Launcher {
     // As few column tiles as fit, all about as wide.
     columns.across = static_cast<int>(divide_up(groups, divide_up(groups, int64_t(threads_))));
     const int64_t tiles = divide_up(groups, int64_t(columns.across));
-    const int64_t rows_at_once = threads_ / columns.across * (Op::kDynamic ? lanes_ / kElements : 1);
+    const int64_t rows_at_once = threads_ / columns.across * (lanes_ / kElements);
     columns.chunks = divide_up(rows, rows_at_once * tuning::kMinVectorsPerThread);
     if (columns.chunks > 1) {
       const int64_t wave = blocks_at_once(reinterpret_cast<const void*>(kernel), threads_, scratch_bytes());
