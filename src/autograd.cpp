@@ -238,7 +238,8 @@ struct FusedNode final : Node {
   // Whether the codes are saved, and neither x nor an operand.
   bool coded = false;
 
-  // In place x is gone, and the result is saved in its stead: additions before the last step are undone by adding zeros.
+  // In place x is gone, and where the result tells the derivative it is saved in its stead: additions before the last step are
+  // undone by adding zeros.
   bool from_output = false;
 
   // `read` says which inputs the Node will read.
@@ -604,20 +605,24 @@ void run_in_place_autograd(const Operator& op, Mode mode, const c10::OperatorHan
   torch::autograd::check_inplace(x, requires_grad);
   if (requires_grad) {
     const Steps steps = steps_of(op, a);
-    // A half-precision result of a sum may have been rounded onto a kink.
-    const bool sums = steps.program.length > 1 && a.x.scalar_type() != at::kFloat && a.x.scalar_type() != at::kDouble;
-    TORCH_CHECK(steps.linear_until_last && steps.last_from_output && !sums, op.label(),
-                "_: a gradient is required, and it depends on values of ", op.input,
-                " that are overwritten; use ", op.label(), ", or call this under torch.no_grad()");
     edge_list edges;
     for (const at::Tensor* t : inputs)
       edges.push_back(t->defined() ? torch::autograd::impl::gradient_edge(*t) : torch::autograd::Edge());
     node = make_node<FusedNode>(static_cast<NodePtr*>(nullptr), op, mode, a, std::move(edges));
-    node->from_output = true;
-    for (int k = 0; k < op.operands; ++k) {
-      if (!a.operand[k].defined()) continue;
-      node->inputs.emplace_back().place = {nullptr, k, false};
-      node->inputs.back().save(a.operand[k], false);
+    // A half-precision result of a sum may have been rounded onto a kink.
+    const bool sums = steps.program.length > 1 && a.x.scalar_type() != at::kFloat && a.x.scalar_type() != at::kDouble;
+    node->from_output = steps.linear_until_last && steps.last_from_output && !sums;
+    if (node->from_output) {
+      for (int k = 0; k < op.operands; ++k) {
+        if (!a.operand[k].defined()) continue;
+        node->inputs.emplace_back().place = {nullptr, k, false};
+        node->inputs.back().save(a.operand[k], false);
+      }
+    } else {  // what is overwritten is copied, if it is read, as ATen does
+      const uint32_t read = inputs_read(op, mode, a);
+      Arguments before = a;
+      if (read & input::x) before.x = a.x.clone();
+      node->save(before, read);
     }
   }
   at::Tensor tangent;
@@ -630,8 +635,10 @@ void run_in_place_autograd(const Operator& op, Mode mode, const c10::OperatorHan
   if (node) {
     torch::autograd::rebase_history(x, node);
     announce(NodePtr(node), 0);
-    node->inputs.emplace_back().place = {&Arguments::x};
-    node->inputs.back().save(x, true, /*is_output=*/true);
+    if (node->from_output) {
+      node->inputs.emplace_back().place = {&Arguments::x};
+      node->inputs.back().save(x, true, /*is_output=*/true);
+    }
   }
   if (tangent.defined()) x._set_fw_grad(tangent, /*level=*/0, /*is_inplace_op=*/true);
 }

@@ -178,6 +178,32 @@ def test_training_and_evaluation_are_the_same(op):
     assert_same(module.train()(x), module.eval()(x))
 
 
+WITH_INPLACE = [
+    op
+    for op in fused_act.ops()
+    if "inplace" in inspect.signature(getattr(torch.nn, op.module, torch.nn.Identity).__init__).parameters
+]
+
+
+@pytest.mark.parametrize("op", WITH_INPLACE, ids=lambda op: op.name)
+def test_inplace_trains_as_that_of_torch_nn(op, device):
+    """Compiled, too."""
+    arguments = {p.name: 0.5 for p in op.parameters if p.default is None}  # of threshold
+    ours, theirs = (getattr(m, op.module)(inplace=True, **arguments) for m in (fused_act.nn, torch.nn))
+    x = cases.ordinary(torch.float32, 60).to(device).requires_grad_()
+
+    def step(activation):
+        z = x * 1.5
+        y = activation(activation(z) + 0.25)
+        return y, torch.autograd.grad(y.square().sum(), x)[0], z
+
+    assert len(WITH_INPLACE) >= 10
+    torch._dynamo.reset()
+    for activation in (ours, torch.compile(ours, backend="aot_eager", fullgraph=True)):
+        for got, want in zip(step(activation), step(theirs)):
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
 def test_training_lowers_a_loss(operand_op, device):
     """The parameters learn: a fit of the operator to its own output with other parameters."""
     torch.manual_seed(0)

@@ -45,9 +45,8 @@ def _document(op: Operator, in_place: bool) -> str:
         lines.append("    ValueError: a last dimension that cannot be split in two.")
     if in_place:
         lines.append(
-            f"    RuntimeError: elements of ``{op.input}`` that share memory, or a gradient that would need the"
+            f"    RuntimeError: elements of ``{op.input}`` that share memory; a leaf that requires a gradient."
         )
-        lines.append("        overwritten values.")
     return "\n".join(lines)
 
 
