@@ -19,7 +19,7 @@ import fused_act
 from fused_act import _bench
 from fused_act.__main__ import main
 from fused_act._bench import measure, results, start
-from fused_act._bench.cases import code_bits, make_cases, read_by_backward
+from fused_act._bench.cases import code_bits, make_cases, read_by_backward, shared_gradients
 from fused_act.demo import peak_memory
 
 EVERY = [operator.name for operator in fused_act.ops()]
@@ -115,7 +115,8 @@ def test_bytes(name, forward, backward):
 
     assert case.bytes_moved("forward", shape, itemsize) == count(*forward)
     assert case.bytes_moved("backward", shape, itemsize) == count(*backward)
-    assert case.bytes_moved("training", shape, itemsize) == count(*forward) + count(*backward)
+    shared = int("add" in name)  # the residual's gradient is that of x, or grad_output
+    assert case.bytes_moved("training", shape, itemsize) == count(*forward) + count(backward[0] - shared, backward[1])
     if case.operands:
         of_x_alone = case.bytes_moved("backward", shape, itemsize, operand_gradients=False)
         assert of_x_alone == count(backward[0], backward[1] - 1)
@@ -127,7 +128,7 @@ def test_bytes(name, forward, backward):
         ("relu", 4, 0, 1),
         ("relu_bias", 4, 2, 1),
         ("min_bias_scale", 4, 2, 2),
-        ("add_act", 6, 2, 1),
+        ("add_act", 5, 2, 1),
         ("silu_and_mul", 4, 0, 0),
     ],
 )
@@ -138,6 +139,13 @@ def test_bytes_with_codes(name, tensors, vectors, bits):
     assert code_bits(case) == bits
     moved = case.bytes_moved("training", shape, 2)
     assert moved == (tensors * math.prod(shape) + vectors * 64) * 2 + 2 * math.prod(shape) * bits // 8
+
+
+def test_gradients_that_are_one_tensor():
+    shared = {case.name: set(shared_gradients(case)) for case in make_cases(EVERY, ["relu", "silu"])}
+    assert {name: names for name, names in shared.items() if names} == {
+        f"{name}({act})": {"residual"} for name in ("add_act", "act_add") for act in ("relu", "silu")
+    }
 
 
 @pytest.mark.parametrize("case", make_cases(EVERY, ["relu", "silu"]), ids=lambda case: case.name)
@@ -559,6 +567,13 @@ def test_compare_names_rows_without_a_partner(pair, capsys):
     assert f"{gone} rows are in " in capsys.readouterr().out
     new["rows"] = []
     assert compared() == 2 and "no row in common" in capsys.readouterr().err
+
+
+def test_compare_leaves_out_rows_that_count_other_bytes(pair, capsys):
+    _, new, compared = pair
+    row_of(new, **RELU).update(ratio=3.0, p10=2.9, p90=3.1, bytes=1)
+    assert compared() == 0
+    assert "1 rows count other bytes" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("which", ["old", "new"])

@@ -39,7 +39,7 @@ class Case:
         """The bytes that ``section`` has to move for an x of ``shape``: each input whose value counts is read once and
         each result written once. Backward reads grad_output too, and no input that its gradients do not depend on, or
         where there are codes, those; without ``operand_gradients`` it writes those of x and of operands as large as
-        x."""
+        x. What is timed through autograd writes no gradient that is another's tensor."""
         sizes = {self.operator.input: math.prod(shape)}
         sizes |= {p.name: math.prod(shape) if p.is_input else shape[1] for p in self.operands}
         result = math.prod(self.result_shape(shape))
@@ -48,7 +48,9 @@ class Case:
         if section in ("forward", "training"):
             elements += sum(sizes.values()) + result
         if section in ("backward", "training"):
-            elements += result + sum(sizes[name] for name in self.differentiated(operand_gradients))
+            shared = shared_gradients(self) if bits or section == "training" else ()
+            written = [name for name in self.differentiated(operand_gradients) if name not in shared]
+            elements += result + sum(sizes[name] for name in written)
             if bits:
                 codes = result * bits // 8 * (2 if section == "training" else 1)
             else:
@@ -123,6 +125,14 @@ def eager_operations(case: Case) -> int:
     return count
 
 
+def trained(case: Case) -> tuple[torch.Tensor, dict[str, object]]:
+    """The result of a call of which training saves codes if it ever does, and its arguments."""
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        x = torch.randn(1, 2, 64, _C._coded_from // 128, requires_grad=True)
+        values = {case.operator.input: x, **case.parameters(x, requires_grad=True)}
+        return getattr(torch.ops.fused_act, case.operator.name)(**values), values
+
+
 @functools.cache
 def code_bits(case: Case) -> int:
     """How many bits an element training saves instead of tensors; 0 where it saves tensors. Found out by looking."""
@@ -132,12 +142,20 @@ def code_bits(case: Case) -> int:
         saved.append(t)
         return t
 
-    with torch.random.fork_rng(devices=[]):
-        x = torch.randn(1, 2, 64, _C._coded_from // 128, requires_grad=True)
-        values = case.parameters(x, requires_grad=True)
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-            getattr(torch.ops.fused_act, case.operator.name)(x, **values)
-    return saved[0].numel() * 32 // x.numel() if [t.dtype for t in saved] == [torch.int32] else 0
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        _, values = trained(case)
+    elements = values[case.operator.input].numel()
+    return saved[0].numel() * 32 // elements if [t.dtype for t in saved] == [torch.int32] else 0
+
+
+@functools.cache
+def shared_gradients(case: Case) -> frozenset[str]:
+    """The operands whose gradient is the tensor that is that of x, or grad_output itself. Found out by looking."""
+    y, values = trained(case)
+    grad_output, names = torch.ones_like(y), case.differentiated(operand_gradients=True)
+    gradients = torch.autograd.grad(y, [values[name] for name in names], grad_output)
+    addresses = [grad_output.data_ptr(), *(g.data_ptr() for g in gradients)]
+    return frozenset(name for n, name in enumerate(names) if addresses[1 + n] in addresses[: 1 + n])
 
 
 @functools.cache

@@ -75,7 +75,8 @@ def compare(old_path: Path, new_path: Path, tolerance: float) -> int:
         )
     before = {identity(row): row for row in old["rows"] if row["call"] in FUSED}
     after = {identity(row): row for row in new["rows"] if row["call"] in FUSED}
-    both = [key for key in before if key in after]
+    common = [key for key in before if key in after]
+    both = [key for key in common if before[key].get("bytes") == after[key].get("bytes")]
     if not both:
         raise Refused(f"{old_path} and {new_path} have no row in common")
 
@@ -94,9 +95,11 @@ def compare(old_path: Path, new_path: Path, tolerance: float) -> int:
             f"worse by {b['ratio'] / a['ratio'] - 1:.1%}: {a['ratio']:.3f} ({a['p10']:.3f}-{a['p90']:.3f})"
             f" to {b['ratio']:.3f} ({b['p10']:.3f}-{b['p90']:.3f}): {', '.join(key)}"
         )
-    for path, alone in ((old_path, len(before) - len(both)), (new_path, len(after) - len(both))):
+    for path, alone in ((old_path, len(before) - len(common)), (new_path, len(after) - len(common))):
         if alone:
             print(f"{alone} rows are in {path} alone and were not compared")
+    if len(both) < len(common):
+        print(f"{len(common) - len(both)} rows count other bytes in either file and were not compared")
     print(f"{len(both)} rows compared, {len(worse)} worse by more than {tolerance:.1%} and the measured spread")
     return 1 if worse else 0
 
