@@ -28,6 +28,10 @@ PROGRAM = """
 namespace fused_act {
 #define FLAT(OP, BYTES, MODE, INDEX) \\
   template __global__ void flat_kernel<OP, BYTES, Mode::MODE, INDEX>(const __grid_constant__ Args<OP, Compute<BYTES>>);
+#define SEVERAL(OP, BYTES, MODE, I) \\
+  template __global__ void several_kernel<OP, BYTES, Mode::MODE, I>(const __grid_constant__ Args<OP, Compute<BYTES>>);
+#define SPREAD(OP, BYTES, MODE) \\
+  template __global__ void spread_kernel<OP, BYTES, Mode::MODE>(const __grid_constant__ Args<OP, Compute<BYTES>>);
 #define ROWS(OP, BYTES) \\
   template __global__ void row_kernel<OP, BYTES, Mode::backward>(const __grid_constant__ Args<OP, Compute<BYTES>>, \\
                                                                  const Rows);
@@ -38,8 +42,10 @@ using Bias = ops::relu_bias::Compiled;
 using One = Decoder<1, false>;
 using Curved = Framed<Gelu, false>;
 using Exactly = Exact<Chain<Add, Gelu>, Beside::axis>;
-using Several = Exact<Chain<MulOperand, Add, Gelu>, Beside::axis, 0b11>;
+using Both = Exact<Chain<MulOperand, Add, Gelu>, Beside::axis, 0b11>;
+using Residual = Exact<Chain<Add, Add, Gelu>, Beside::axis>;
 using Crowded = Exact<Gated<Chain<Add, Gelu>, Chain<Add>>, Beside::axis, 0b101>;
+using Loose = Exact<Chain<Silu, MulOperand>, Beside::x>;
 using Pairwise = Exact<Gated<Chain<MinScalar, SiluScaled>, Chain<AbsClamp, AddOne>>, Beside::pairs>;
 FLAT(Bias, 2, forward, uint32_t)
 FLAT(Bias, 4, forward, uint32_t)
@@ -51,18 +57,34 @@ ROWS(One, 4)
 FLAT(Curved, 2, forward, uint32_t)
 FLAT(Curved, 4, forward, uint32_t)
 FLAT(Exactly, 2, forward, uint32_t)
+SEVERAL(ops::gelu::Compiled, 2, forward, int64_t)
+SEVERAL(ops::gelu::Compiled, 4, forward, int64_t)
+SEVERAL(ops::gelu::Compiled, 2, backward, int64_t)
+SEVERAL(Exactly, 2, forward, uint32_t)
+SEVERAL(Exactly, 4, forward, uint32_t)
+SEVERAL(Exactly, 2, backward, uint32_t)
+SEVERAL(Both, 2, forward, uint32_t)
+SEVERAL(Both, 2, backward, uint32_t)
+SEVERAL(Residual, 2, forward, uint32_t)
+SEVERAL(Residual, 2, backward, uint32_t)
+SEVERAL(Crowded, 2, forward, uint32_t)
+SEVERAL(Crowded, 2, backward, uint32_t)
+SPREAD(Loose, 2, forward)
+SPREAD(Loose, 2, backward)
+SPREAD(Loose, 4, backward)
 ROWS(Exactly, 2)
-ROWS(Several, 2)
+ROWS(Both, 2)
 ROWS(Crowded, 2)
 COLUMNS(One, 2)
 COLUMNS(Exactly, 2)
-COLUMNS(Several, 2)
-COLUMNS(Several, 4)
+COLUMNS(Both, 2)
+COLUMNS(Both, 4)
+COLUMNS(Residual, 2)
 COLUMNS(Crowded, 2)
 FLAT(Pairwise, 2, backward, uint32_t)
 }  // namespace fused_act
 """
-KERNELS_IN_PROGRAM = len(re.findall(r"^(?:FLAT|ROWS|COLUMNS)\(", PROGRAM, re.MULTILINE))
+KERNELS_IN_PROGRAM = len(re.findall(r"^(?:FLAT|SEVERAL|SPREAD|ROWS|COLUMNS)\(", PROGRAM, re.MULTILINE))
 
 
 def release_architectures():

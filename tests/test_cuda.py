@@ -15,6 +15,7 @@ from oracle import assert_same
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fused_act
+from fused_act import functional
 from fused_act._bench.cases import code_bits, make_cases
 from fused_act._program import encode
 
@@ -660,7 +661,7 @@ def test_halves_that_are_no_whole_vectors_are_not_copied(shape, act, dtype):
 # Rows and channels. Tiles of a block have up to 2048 channels, or 1024.
 WIDE = [
     (1, 8), (2, 24), (70001, 8), (40000, 24), (4097, 64), (1000, 2048), (300, 2056), (129, 5120), (64, 16384),
-    (3, 65536), (1, 400000),
+    (3, 65536), (1, 400000), (24, 307200), (5, 600000),
 ]  # fmt: skip
 INTERPRETED = encode([
     ("MulOperand", ("operand", 1), ()), ("AddOne", None, ()), ("Add", ("operand", 0), ()), ("Relu", None, ()),
@@ -706,6 +707,104 @@ def test_sums_over_columns_of_any_width(name, rows, channels, dtype):
     expected = torch.autograd.grad(written(*wide), [wide[k] for k in which], wide_go.detach())
     for a, b in zip(got, expected, strict=True):
         assert torch.equal(a.cpu(), b.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("rows, channels", WIDE)
+@pytest.mark.parametrize("residual", [False, True], ids=["bias", "bias and residual"])
+def test_sums_over_columns_of_what_no_code_tells(residual, rows, channels, dtype):
+    """As above, of silu, whose derivative is 1/2 at 0 and 1 at 64: the argument is one of these."""
+    g = torch.Generator().manual_seed(rows)
+    bias = torch.randint(0, 2, (channels,), generator=g) * 64
+    y = torch.randint(-2, 3, (rows, channels), generator=g) * (64 if residual else 0)
+    sums = torch.randint(0, 2, (rows, channels), generator=g) * 64
+    go = torch.randint(-8, 9, (rows, channels), generator=g).div(4)
+    x, bias, y = [t.to("cuda", dtype).requires_grad_() for t in (sums - bias - y, bias, y)]
+    result = (
+        functional.add_act(x, y, "silu", bias=bias, dim=-1)
+        if residual
+        else functional.bias_act(x, bias, "silu", dim=-1)
+    )
+    got = torch.autograd.grad(result, [x, bias], go.to("cuda", dtype))
+    expected = go.double() * torch.where(sums == 0, 0.5, 1.0)
+    assert torch.equal(got[0].cpu(), expected.to(dtype))
+    assert torch.equal(got[1].cpu(), expected.sum(0).to(dtype))
+
+
+# What stands beside x, by name, along which axis; each of a tensor x, one as large and operands of the axis, p and q.
+REPEATED = {
+    "bias": lambda x, r, p, q, dim: functional.bias_act(x, p, "gelu", dim=dim),
+    "a bias in the compute type": lambda x, r, p, q, dim: functional.bias_act(x, p.float(), "silu", dim=dim),
+    "one element": lambda x, r, p, q, dim: functional.bias_act(x, p[:1], "gelu"),
+    "a number on the CPU": lambda x, r, p, q, dim: functional.scale_shift_act(x, p, torch.tensor(0.5), "gelu", dim=dim),
+    "scale and shift": lambda x, r, p, q, dim: functional.scale_shift_act(x, p, q, "mish", dim=dim),
+    "residual and bias": lambda x, r, p, q, dim: functional.add_act(x, r, "gelu", bias=p, dim=dim),
+    "residual after": lambda x, r, p, q, dim: functional.act_add(x, r, "tanh", bias=p, dim=dim),
+    "gate": lambda x, r, p, q, dim: functional.gated(x, r, "gelu", p, q, dim=dim),
+    "gate with relu": lambda x, r, p, q, dim: functional.gated(x, r, "relu", p, q, dim=dim),
+    "gate of hardswish": lambda x, r, p, q, dim: functional.gated(x, r, "hardswish", p, q, dim=dim),
+    "as large as x": lambda x, r, p, q, dim: functional.bias_act(x, r, "silu"),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "shape, layout, dim",
+    [
+        ((9, 40, 360, 330), "contiguous", 1),  # a period of a sample, which 4 does not divide
+        ((7, 24, 543, 512), "channels_last", 1),  # of a pixel
+        ((5, 31, 523, 521), "contiguous", 1),  # of no whole vectors
+        ((40, 1050000), "contiguous", 1),
+        ((1, 20, 1320, 1600), "contiguous", 1),  # none
+        ((700, 300, 200), "pitched", 2),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", REPEATED)
+def test_large_tensors_give_what_their_parts_give(name, shape, layout, dim, dtype):
+    """A thread takes several vectors of a large tensor, beside which lie the same elements of operands."""
+
+    def make(seed):
+        torch.manual_seed(seed)
+        wide = (*shape[:-1], shape[-1] + 8) if layout == "pitched" else shape
+        t = torch.randn(wide, device="cuda", dtype=dtype)[..., : shape[-1]]
+        return t.contiguous(memory_format=torch.channels_last) if layout == "channels_last" else t
+
+    x, r = make(0), make(1)
+    p, q = torch.randn(2, shape[dim], device="cuda", dtype=dtype)
+
+    def run(x, r):
+        x = x.detach().requires_grad_()
+        y = REPEATED[name](x, r, p, q, dim)
+        return y.detach(), torch.autograd.grad(y, x, y.detach())[0]
+
+    whole = run(x, r)
+    assert x.numel() > 2**25
+    parts = 1 if shape[0] == 1 else shape[0] // min(shape[0], 9)
+    for part in zip(*(t.split(parts) for t in (x, r, *whole))):
+        for a, b in zip(run(*part[:2]), part[2:]):
+            assert torch.equal(a, b)
+    if shape[0] == 1:  # the same as rows of which each has one element of each operand
+        rows = [t.flatten(2)[0].double() for t in (x, r, *whole)]
+        some = torch.arange(0, rows[0].shape[1], 9973, device="cuda")
+        small = [t[:, some].to(dtype) for t in rows]
+        assert torch.equal(REPEATED[name](small[0], small[1], p, q, 0), small[2])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["gelu", "silu", "mish", "softplus", "elu", "tanh"])
+def test_large_tensors_of_any_length(name, dtype):
+    f = getattr(functional, name)
+    for numel in (36_000_003, 2**25 + 8, 41_000_000):
+        x = torch.randn(numel, device="cuda").to(dtype).requires_grad_()
+        y = f(x)
+        (grad,) = torch.autograd.grad(y, x, y.detach())
+        for start in (0, 8 * 1234567, numel // 8 * 8 - 64):
+            part = x.detach()[start : start + 1_000_000].requires_grad_()
+            of_part = f(part)
+            assert torch.equal(of_part, y[start : start + 1_000_000])
+            (grad_of_part,) = torch.autograd.grad(of_part, part, of_part.detach())
+            assert torch.equal(grad_of_part, grad[start : start + 1_000_000])
 
 
 @pytest.mark.slow

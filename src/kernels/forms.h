@@ -12,7 +12,7 @@ namespace fused_act {
 // first(x) * second(operand), of which the operand is the one after those of `first`.
 template <class First, class Second>
 struct Gated {
-  static constexpr bool kHeavy = First::kHeavy || Second::kHeavy;
+  static constexpr bool kHeavy = First::kHeavy || Second::kHeavy, kSlow = First::kSlow || Second::kSlow;
   static constexpr int kScalars = First::kScalars + Second::kScalars;
   static constexpr int kGate = First::kOperands, kOperands = kGate + 1 + Second::kOperands;
 

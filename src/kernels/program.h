@@ -148,6 +148,7 @@ template <class... Steps>
 struct Chain {
   static constexpr bool kDynamic = false, kFramed = false, kPairs = false;
   static constexpr bool kHeavy = (Steps::heavy || ...);
+  static constexpr bool kSlow = (Steps::slow || ...) || (Steps::heavy + ... + 0) > 1;
   static constexpr int kScalars = (kTakes<Steps, 'f'> + ... + 0);
   static constexpr int kOperands = (kTakes<Steps, 'T'> + ... + 0);
 

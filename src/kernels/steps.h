@@ -16,6 +16,8 @@ struct Step {
   FUSED_ACT_FN static bool derivative_from_output(const double*) { return false; }
   // Whether it takes many registers: the transcendental functions.
   static constexpr bool heavy = false;
+  // Whether in float32 it takes a GPU longer than its bytes do.
+  static constexpr bool slow = false;
   // Whether it divides by a number that is no scalar, or takes a root: those are subroutines.
   static constexpr bool divides = false;
   // Whether the derivatives, that of the operand too, are 1 everywhere: a Program then keeps no slopes.
@@ -317,7 +319,7 @@ struct QuickGelu : HeavyStep {
 };
 
 struct Gelu : HeavyStep {
-  static constexpr bool common = true;
+  static constexpr bool common = true, slow = true;
   template <class N>
   FUSED_ACT_FN static N apply(const N& x, const N*, const Scalar<compute_t<N>>*) {
     return gelu(x);

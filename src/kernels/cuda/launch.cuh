@@ -355,6 +355,11 @@ class Launcher {
         const unsigned spread_blocks = static_cast<unsigned>(divide_up(request_.numel, int64_t(threads_) * Spread<bytes>::n));
         if (spread_) return launch(&spread_kernel<Op, bytes, mode>, spread_blocks, args_);
       }
+      if constexpr (tuning::several<Op>(mode, bytes) > 1) {
+        using Index = std::conditional_t<kShort<Op, mode>, uint32_t, int64_t>;
+        if (const unsigned several_blocks = plan_several())
+          return launch(&several_kernel<Op, bytes, mode, Index>, several_blocks, args_);
+      }
       const auto launch_vectors = [&](auto* kernel) {
         const int capability = tuning::may_take_two<Op>(mode) ? compiled_for(reinterpret_cast<const void*>(kernel)) : 0;
         const int vectors = tuning::flat_vectors<Op>(mode, tuning::architecture(capability));
@@ -365,6 +370,37 @@ class Launcher {
         if (request_.numel <= kShortElements) return launch_vectors(&flat_kernel<Op, bytes, mode, uint32_t>);
       if constexpr (!kShort<Op, mode>) return launch_vectors(&flat_kernel<Op, bytes, mode, int64_t>);
     }
+  }
+
+  // Which vectors a thread of several_kernel takes; returns the blocks. 0: each one only.
+  unsigned plan_several() {
+    const int64_t numel = request_.numel, block = int64_t(threads_) * lanes_;
+    const int64_t times = std::min<int64_t>(tuning::several<Op>(mode, bytes), numel / (block * tuning::kSeveralBlocks));
+    if (times < 2) return 0;
+    const OperandArg<C>* along = nullptr;
+    bool one_axis = true, planes = true;
+    for (int k = 0; k < O; ++k) {
+      const OperandArg<C>& o = args_.operand[k];
+      if (!(kAlong<Op> >> k & 1) || o.access == Access::constant || o.access == Access::scalar) continue;
+      one_axis &= o.access != Access::full && (!along || o.axis == along->axis);
+      planes &= o.access == Access::row;
+      along = &o;
+    }
+    Several& plan = args_.several;
+    const int64_t plane = along ? along->inner : 0, period = !along ? lanes_ : along->wraps ? plane * along->channels : numel;
+    if (!one_axis) return 0;
+    if (period < numel && period % lanes_ == 0) {
+      plan.apart = plan.threads = divide_up(numel, period * times) * period;
+      plan.in_plane = 0;
+    } else if (planes && plane >= times * block && plane % (times * lanes_) == 0) {
+      plan.apart = plane / times;
+      plan.threads = numel / times;
+      plan.in_plane = static_cast<int>(times);
+      plan.by_apart = Divider::of(plan.apart, numel);
+    } else {
+      return 0;
+    }
+    return static_cast<unsigned>(divide_up(plan.threads, block));
   }
 
   Space make_space(const int* order, int ndim) const {
@@ -499,12 +535,15 @@ class Launcher {
     const cudaError_t e = launch_with(kThreads, 0, &reduce_kernel<C, mode>, blocks, args, space, reduction, which);
     if (e != cudaSuccess || reduction.chunks == 1) return e;
     Kept where;
+    where.numel = reduction.kept;
     where.ndim = reduction.kept_ndim;
     for (int d = 0; d < where.ndim; ++d) {
       where.size[d] = space.size[d];
       where.stride[d] = stride[order[d]];
     }
-    return launch_finish(which, reduction.kept, reduction.chunks, where);
+    Partials<C> partials;
+    add(partials, which);
+    return launch_finish(partials, reduction.chunks, where);
   }
 
   void allocate_partials(int64_t kept, int64_t chunks) {
@@ -518,20 +557,26 @@ class Launcher {
   cudaError_t finish(int64_t kept, int64_t chunks) {
     if (chunks == 1) return cudaSuccess;
     Kept where;
+    where.numel = kept;
     where.size[0] = Divider::of(kept, kept);
     where.stride[0] = 1;
-    for (int k = 0; k < O; ++k) {
-      if (args_.emit[k] != Emit::reduce) continue;
-      if (cudaError_t e = launch_finish(k, kept, chunks, where); e != cudaSuccess) return e;
-    }
-    return cudaSuccess;
+    Partials<C> partials;
+    for (int k = 0; k < O; ++k)
+      if (args_.emit[k] == Emit::reduce) add(partials, k);
+    return launch_finish(partials, chunks, where);
   }
-
-  cudaError_t launch_finish(int which, int64_t kept, int64_t chunks, const Kept& where) {
-    const int threads = chunks > 4 * kWarp ? kThreads : kWarp;
-    const C* partial = args_.partial[which];
-    return launch_with(threads, 0, &finish_kernel<C>, static_cast<unsigned>(kept), partial, chunks, args_.gradient[which],
-                       args_.gradient_dtype[which], where);
+  void add(Partials<C>& partials, int k) const {
+    const int n = partials.operands++;
+    partials.partial[n] = args_.partial[k];
+    partials.gradient[n] = args_.gradient[k];
+    partials.dtype[n] = args_.gradient_dtype[k];
+  }
+  cudaError_t launch_finish(const Partials<C>& partials, int64_t chunks, const Kept& where) {
+    int width = 1, threads = kWarp;
+    while (width < tuning::kFinishWidth<sizeof(C)> && width < where.numel) width *= 2;
+    while (threads < tuning::kFinishThreads && threads * tuning::kFinishChunks < width * chunks) threads *= 2;
+    const dim3 grid(static_cast<unsigned>(divide_up(where.numel, int64_t(width))), partials.operands);
+    return launch_with(threads, 0, &finish_kernel<C>, grid, partials, chunks, width, where);
   }
 
   template <class... Parameters, class... Given>

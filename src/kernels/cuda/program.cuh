@@ -421,8 +421,8 @@ __global__ void __launch_bounds__(kThreads)
   wait_for_earlier();
   const int64_t warp = (int64_t(blockIdx.x) * kThreads + threadIdx.x) / kWarp;
   if (warp >= reduction.kept * reduction.chunks) return;
-  const int64_t index = warp / reduction.chunks;
-  const int64_t from = warp % reduction.chunks * reduction.length;
+  const int64_t index = warp / reduction.chunks, chunk = warp % reduction.chunks;
+  const int64_t from = chunk * reduction.length;
   const int64_t to = from + reduction.length < reduction.reduced ? from + reduction.length : reduction.reduced;
   C total = C(0);
   for (int64_t r = from + threadIdx.x % kWarp; r < to; r += kWarp)
@@ -433,7 +433,7 @@ __global__ void __launch_bounds__(kThreads)
       store_element(a.gradient[which], a.gradient_dtype[which],
                     space.offset(kGradient + which, index * reduction.reduced), sum);
     } else {
-      a.partial[which][warp] = sum;
+      a.partial[which][chunk * reduction.kept + index] = sum;
     }
   }
 }
