@@ -327,7 +327,7 @@ struct FusedNode final : Node {
     for (const SavedInput& s : inputs) {
       args.collect(s.by_value);
       if (s.by_value) {
-        args.collect(s.value, false);
+        args.collect(s.value, /*is_output=*/from_output && s.place.full == &Arguments::x);
       } else {
         args.collect(s.sizes);
         args.collect(s.strides);
@@ -603,44 +603,71 @@ void run_in_place_autograd(const Operator& op, Mode mode, const c10::OperatorHan
   decltype(make_node<FusedNode>(static_cast<NodePtr*>(nullptr), op, mode, a, edge_list())) node;
   at::Tensor x = a.x;
   torch::autograd::check_inplace(x, requires_grad);
+  bool from_output = false;
   if (requires_grad) {
     const Steps steps = steps_of(op, a);
+    // A half-precision result of a sum may have been rounded onto a kink.
+    const bool sums = steps.program.length > 1 && a.x.scalar_type() != at::kFloat && a.x.scalar_type() != at::kDouble;
+    from_output = steps.linear_until_last && steps.last_from_output && !sums;
+  }
+  // What is overwritten is copied, if it is read later, as ATen does.
+  Arguments before = a;
+  const uint32_t by_node = requires_grad ? inputs_read(op, mode, a) : 0;
+  const uint32_t read = has_tangents ? ~0u : from_output ? 0 : by_node;
+  if (read & input::x) before.x = a.x.clone();
+  for (int k = 0; k < op.operands; ++k) {
+    const at::Tensor& operand = a.operand[k];
+    if (!operand.defined() || !(read & input::operand(op.kernel_operand(k)))) continue;
+    const bool have_storage = operand.has_storage() && a.x.has_storage();
+    if (operand.is_same(a.x) || (have_storage && operand.is_alias_of(a.x))) before.operand[k] = operand.clone();
+  }
+  if (requires_grad) {
     edge_list edges;
     for (const at::Tensor* t : inputs)
       edges.push_back(t->defined() ? torch::autograd::impl::gradient_edge(*t) : torch::autograd::Edge());
     node = make_node<FusedNode>(static_cast<NodePtr*>(nullptr), op, mode, a, std::move(edges));
-    // A half-precision result of a sum may have been rounded onto a kink.
-    const bool sums = steps.program.length > 1 && a.x.scalar_type() != at::kFloat && a.x.scalar_type() != at::kDouble;
-    node->from_output = steps.linear_until_last && steps.last_from_output && !sums;
-    if (node->from_output) {
+    node->from_output = from_output;
+    if (from_output) {
       for (int k = 0; k < op.operands; ++k) {
         if (!a.operand[k].defined()) continue;
         node->inputs.emplace_back().place = {nullptr, k, false};
         node->inputs.back().save(a.operand[k], false);
       }
-    } else {  // what is overwritten is copied, if it is read, as ATen does
-      const uint32_t read = inputs_read(op, mode, a);
-      Arguments before = a;
-      if (read & input::x) before.x = a.x.clone();
-      node->save(before, read);
+    } else {
+      node->save(before, by_node);
     }
   }
   at::Tensor tangent;
-  if (has_tangents) tangent = tangents(op, mode, a)[0];
+  if (has_tangents) tangent = tangents(op, mode, before)[0];
   {
     at::AutoDispatchBelowADInplaceOrView guard;
-    handle.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
+    handle.redispatchBoxed(keys & c10::after_ADInplaceOrView_keyset, stack);
   }
+  stack->back() = x;  // under a transform of torch.func another tensor came back, that has no history
   torch::autograd::increment_version(x);
   if (node) {
     torch::autograd::rebase_history(x, node);
     announce(NodePtr(node), 0);
-    if (node->from_output) {
+    if (from_output) {
       node->inputs.emplace_back().place = {&Arguments::x};
-      node->inputs.back().save(x, true, /*is_output=*/true);
+      node->inputs.back().save(x, by_node & input::x, /*is_output=*/true);
     }
   }
-  if (tangent.defined()) x._set_fw_grad(tangent, /*level=*/0, /*is_inplace_op=*/true);
+  if (tangent.defined()) {  // into the one that x has, which may not be replaced
+    if (at::Tensor t = tangent_of(x); t.defined()) {
+      t.copy_(tangent);
+    } else {
+      x._set_fw_grad(tangent, /*level=*/0, /*is_inplace_op=*/true);
+    }
+  }
+}
+
+// Where there is no autograd, in inference mode, a tensor that was made outside it is seen to be overwritten all the same.
+void run_in_place_counted(const Operator& op, Mode mode, const c10::OperatorHandle& handle, c10::DispatchKeySet keys,
+                          torch::jit::Stack* stack) {
+  torch::autograd::increment_version(unpack(op, mode, *stack).x);  // first: it refuses what may not be overwritten
+  at::AutoDispatchBelowADInplaceOrView guard;
+  handle.redispatchBoxed(keys & c10::after_ADInplaceOrView_keyset, stack);
 }
 
 }  // namespace
@@ -649,6 +676,10 @@ torch::CppFunction autograd_kernel(const Operator& op, Mode mode) { return Boxed
 
 torch::CppFunction in_place_autograd_kernel(const Operator& op) {
   return BoxedKernel<&run_in_place_autograd>::make(op, Mode::forward);
+}
+
+torch::CppFunction in_place_counted_kernel(const Operator& op) {
+  return BoxedKernel<&run_in_place_counted>::make(op, Mode::forward);
 }
 
 }  // namespace fused_act

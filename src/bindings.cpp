@@ -1540,6 +1540,7 @@ TORCH_LIBRARY(fused_act, library) {
     implement(c10::DispatchKey::CUDA, BoxedKernel<&run_in_place<run_cuda>>::make(op, Mode::forward));
 #endif
     implement(c10::DispatchKey::Autograd, in_place_autograd_kernel(op));
+    implement(c10::DispatchKey::ADInplaceOrView, in_place_counted_kernel(op));
     implement(c10::DispatchKey::Functionalize, BoxedKernel<&run_functionalized>::make(op, Mode::forward));
     op.in_place_handle = c10::Dispatcher::singleton().findSchemaOrThrow(("fused_act::" + name).c_str(), "");
   }

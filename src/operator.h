@@ -140,6 +140,7 @@ SameGradient same_gradient(const Operator&, const Arguments&, int k, bool coded)
 // The autograd kernels of one dispatcher operator (autograd.cpp).
 torch::CppFunction autograd_kernel(const Operator&, Mode);
 torch::CppFunction in_place_autograd_kernel(const Operator&);
+torch::CppFunction in_place_counted_kernel(const Operator&);
 
 // A boxed dispatcher kernel that knows its operator and mode.
 template <void (*run)(const Operator&, Mode, const c10::OperatorHandle&, c10::DispatchKeySet, torch::jit::Stack*)>

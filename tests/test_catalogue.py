@@ -323,6 +323,76 @@ def test_what_in_place_saves(name, saved, device):
         f_(z)
 
 
+def transforms_of(step):
+    """The same gradients by autograd and by transforms of torch.func, and what forward mode says of a direction."""
+
+    def by_autograd(x, v):
+        leaf = x.clone().requires_grad_()
+        (grad,) = torch.autograd.grad(step(leaf), leaf, create_graph=True)
+        (second,) = torch.autograd.grad((grad * v).sum(), leaf)
+        return grad.detach(), (grad.detach() * v).sum(), second
+
+    def by_transforms(x, v):
+        grad = torch.func.grad(step)
+        _, along = torch.func.jvp(step, (x,), (v,))
+        _, second = torch.func.jvp(grad, (x,), (v,))
+        return grad(x), along, second
+
+    def by_others(x, v):
+        grad = torch.func.vmap(torch.func.grad(step))(x[None])[0]
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(x.clone().requires_grad_(), v)
+            along = torch.autograd.forward_ad.unpack_dual(step(dual)).tangent
+        return grad, along.detach(), torch.func.vjp(torch.func.grad(step), x)[1](v)[0]
+
+    return by_autograd, by_transforms, by_others
+
+
+@pytest.mark.parametrize("name", ["silu", "hardswish", "relu", "leaky_relu", "gelu"])
+def test_in_place_through_transforms(name, device):
+    """What is returned counts, and what was given."""
+    in_place, plain = getattr(functional, name + "_"), getattr(functional, name)
+    x, v = torch.randn(2, 3, 4, device=device, dtype=torch.float64)
+
+    def of_returned(x):
+        return (in_place(x * 1.5) * x).sum()
+
+    def of_given(x):
+        z = x * 1.5
+        in_place(z)
+        return (z * x).sum()
+
+    want = transforms_of(lambda x: (plain(x * 1.5) * x).sum())[0](x, v)
+    for step in (of_returned, of_given):
+        for by in transforms_of(step):
+            for a, b in zip(by(x, v), want, strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def test_in_place_modules_through_functional_call(device):
+    model = torch.nn.Sequential(torch.nn.Linear(4, 5), nn.SiLU(inplace=True), torch.nn.Linear(5, 1)).to(device)
+    plain = torch.nn.Sequential(model[0], torch.nn.SiLU(), model[2])
+    x, parameters = torch.randn(3, 4, device=device), dict(model.named_parameters())
+    got, want = (
+        torch.func.grad(lambda p, m=m: torch.func.functional_call(m, p, (x,)).sum())(parameters) for m in (model, plain)
+    )
+    for key in parameters:
+        torch.testing.assert_close(got[key], want[key])
+        assert got[key].abs().sum() > 0
+
+
+@pytest.mark.parametrize("residual", [lambda z: z, lambda z: z.view_as(z), lambda z: z.detach(), lambda z: z[:1]])
+def test_in_place_with_an_operand_in_the_same_memory_in_training(residual, device):
+    x = torch.randn(3, 4, device=device, dtype=torch.float64, requires_grad=True)
+
+    def step(add):
+        z = x * 1
+        return torch.autograd.grad(add(z, residual(z)).square().sum(), x)[0]
+
+    got = step(lambda z, r: functional.add_act_(z, r, "silu"))
+    torch.testing.assert_close(got, step(lambda z, r: F.silu(z + r)), rtol=1e-12, atol=1e-12)
+
+
 def test_in_place_of_a_view_in_training(device):
     x = torch.randn(4, 6, device=device, requires_grad=True)
     for f_, eager in ((functional.silu_, F.silu), (functional.relu_, F.relu)):
@@ -359,6 +429,38 @@ def test_in_place_refuses_what_eager_refuses(device):
     functional.relu_(y)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
+
+
+def test_in_place_counts_in_inference_mode_too(device):
+    x = torch.randn(4, device=device, requires_grad=True)
+    z = x * 1
+    w = z * z
+    with torch.inference_mode():
+        functional.silu_(z[:2])
+        made_there = torch.ones(3, device=device)
+        functional.silu_(made_there)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        w.sum().backward()
+    with pytest.raises(RuntimeError, match="Inplace update to inference tensor"):
+        functional.silu_(made_there)
+
+
+def test_in_place_saves_nothing_that_no_gradient_reads(device):
+    x = torch.randn(3, 6, device=device, requires_grad=True)
+    y = functional.bias_act_(x * 1.5, torch.randn(6, device=device), "linear")
+    y.mul_(2)
+    assert_same(torch.autograd.grad(y.sum(), x)[0], torch.full_like(x, 3.0))
+
+
+@pytest.mark.parametrize("name", ["relu", "leaky_relu", "silu"])
+def test_in_place_in_compiled_autograd(name, device):
+    x = torch.randn(3, 6, device=device, requires_grad=True)
+    in_place, plain = getattr(functional, name + "_"), getattr(functional, name)
+    y = in_place(x * 1.5).square().sum()
+    torch._dynamo.reset()
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager", fullgraph=True)):
+        (got,) = torch.autograd.grad(y, x)
+    torch.testing.assert_close(got, torch.autograd.grad(plain(x * 1.5).square().sum(), x)[0])
 
 
 def test_in_place_with_an_operand_in_the_same_memory(device):

@@ -661,7 +661,7 @@ def test_halves_that_are_no_whole_vectors_are_not_copied(shape, act, dtype):
 # Rows and channels. Tiles of a block have up to 2048 channels, or 1024.
 WIDE = [
     (1, 8), (2, 24), (70001, 8), (40000, 24), (4097, 64), (1000, 2048), (300, 2056), (129, 5120), (64, 16384),
-    (3, 65536), (1, 400000), (24, 307200), (5, 600000),
+    (3, 65536), (1, 400000), (24, 307200), (5, 600000), (2, 100001),
 ]  # fmt: skip
 INTERPRETED = encode([
     ("MulOperand", ("operand", 1), ()), ("AddOne", None, ()), ("Add", ("operand", 0), ()), ("Relu", None, ()),
@@ -753,7 +753,8 @@ REPEATED = {
     [
         ((9, 40, 360, 330), "contiguous", 1),  # a period of a sample, which 4 does not divide
         ((7, 24, 543, 512), "channels_last", 1),  # of a pixel
-        ((5, 31, 523, 521), "contiguous", 1),  # of no whole vectors
+        ((9, 40, 363, 330), "contiguous", 1),  # whose planes are no whole vectors
+        ((5, 31, 523, 521), "contiguous", 1),  # which is no whole vectors
         ((40, 1050000), "contiguous", 1),
         ((1, 20, 1320, 1600), "contiguous", 1),  # none
         ((700, 300, 200), "pitched", 2),
@@ -787,8 +788,11 @@ def test_large_tensors_give_what_their_parts_give(name, shape, layout, dim, dtyp
     if shape[0] == 1:  # the same as rows of which each has one element of each operand
         rows = [t.flatten(2)[0].double() for t in (x, r, *whole)]
         some = torch.arange(0, rows[0].shape[1], 9973, device="cuda")
-        small = [t[:, some].to(dtype) for t in rows]
-        assert torch.equal(REPEATED[name](small[0], small[1], p, q, 0), small[2])
+        x, r, y, grad = (t[:, some].to(dtype) for t in rows)
+        x.requires_grad_()
+        of_rows = REPEATED[name](x, r, p, q, 0)
+        assert torch.equal(of_rows, y)
+        assert torch.equal(torch.autograd.grad(of_rows, x, y)[0], grad)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

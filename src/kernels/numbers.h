@@ -33,9 +33,9 @@ struct Scalar {
 };
 
 // Arithmetic<N> gives a number type its Compute type (float or double), its Mask type and its operations.
-// The primary template serves float and double. What keeps compilers from contracting a product and a sum into an FMA is -fmad=false
-// and -ffp-contract=off: through intrinsics nvcc would also keep each product with the 1 that a derivative begins with, a
-// sixth of the instructions of a backward.
+// The primary template serves float and double. What keeps compilers from contracting a product and a sum into an FMA is
+// -fmad=false and -ffp-contract=off: through intrinsics nvcc would also keep each product with the 1 that a derivative begins
+// with, a sixth of the instructions of a backward.
 //
 // `fma`, which rounds once, `estimate_reciprocal`, which is within 1 ulp, and the transcendental functions are there for
 // real numbers only (and for Trace): a primitive uses them for its value and states its derivative beside it.
@@ -262,7 +262,8 @@ FUSED_ACT_FN N shift(const N& a, compute_t<N> c) {
   return Arithmetic<N>::add(a, constant<N>(c));
 }
 
-// The sum of two tangents of which either may be inactive. (Not as a sum with 0, which stays where a mask is known.)
+// The sum of two tangents of which either may be inactive. (As a sum with 0 where one is not it would stay
+// a sum where that is known when this is compiled: -0 + 0 is not -0.)
 template <class N>
 FUSED_ACT_FN void accumulate(N& tangent, mask_t<N>& active, const N& t, const mask_t<N>& t_active) {
   using A = Arithmetic<N>;

@@ -77,8 +77,10 @@ def compare(old_path: Path, new_path: Path, tolerance: float) -> int:
     after = {identity(row): row for row in new["rows"] if row["call"] in FUSED}
     common = [key for key in before if key in after]
     both = [key for key in common if before[key].get("bytes") == after[key].get("bytes")]
-    if not both:
+    if not common:
         raise Refused(f"{old_path} and {new_path} have no row in common")
+    if not both:
+        raise Refused(f"all rows of {old_path} and {new_path} count other bytes")
 
     for path, document in ((old_path, old), (new_path, new)):
         print(f"{path}: " + describe(document["about"]))

@@ -35,8 +35,8 @@ constexpr bool kCrowded = kSurrounded<Op> && Op::kOperands > 1 && kAlong<Op> != 
 template <class Op>
 constexpr bool kSeveralAlong = (kAlong<Op> & (kAlong<Op> - 1)) != 0;
 // Elements that a thread of column_kernel takes side by side. It keeps a sum and an operand for each, which of several operands
-// along the axis has no room in 16 bits: eight at a time took 1.26 copies of scale, shift and relu, four 1.18; gates with biases and
-// relu 1.33 and 1.14, with gelu 1.62 and 1.31.
+// along the axis has no room in 16 bits: eight at a time took 1.26 copies of scale, shift and relu, four 1.18; gates with
+// biases and relu 1.33 and 1.14, with gelu 1.62 and 1.31.
 template <class Op, int bytes>
 constexpr int column_elements = kSeveralAlong<Op> ? 4 : kVector<bytes>;
 // What differs between architectures: the threads that a multiprocessor holds at most (its registers are 65,536 in all), and
@@ -103,9 +103,10 @@ constexpr int flat_residents(Mode mode, int elements) {
     return elements < 8 ? most : mode != Mode::backward || Op::kOperands > 1 ? most / 2 : Op::kTwo ? most * 3 / 4 : most;
   return Op::kHeavy ? most / 2 : 1;
 }
-// How many vectors a thread of several_kernel takes; 1: there is none, flat_kernel walks large tensors too. Of the copy, on an H200 in bfloat16, one and
-// four: scale, shift and gelu 1.39 and 1.09, gates with biases and gelu 1.23 and 1.06, the backward of those two without sums 1.44
-// and 1.12, 1.32 and 1.08, of mish alone 1.14 and 1.01. What waits for memory anyway loses with four 1.5 %, and with two nothing.
+// How many vectors a thread of several_kernel takes; 1: there is none, flat_kernel walks large tensors too. Of the copy, on an
+// H200 in bfloat16, one and four: scale, shift and gelu 1.39 and 1.09, gates with biases and gelu 1.23 and 1.06, the backward
+// of those two without sums 1.44 and 1.12, 1.32 and 1.08, of mish alone 1.14 and 1.01. What waits for memory anyway loses with
+// four 1.5 %, and with two nothing.
 template <class Op>
 constexpr int several(Mode mode, int bytes) {
   const bool forward = mode == Mode::forward;
@@ -125,8 +126,8 @@ constexpr int several_residents(Mode mode, int elements) {
   if (elements < 8 || Op::kOperands < 2) return most;
   return kSeveralAlong<Op> && kCrowded<Op> ? most * 5 / 8 : most * 3 / 4;
 }
-// Of spread_kernel: 40 registers a thread on an H100, and 64 in float32's backward of what is heavy. (In 40, four loaded values went
-// through memory, and backward of halves of 63 elements and silu took 1.18 copies, for 1.02.)
+// Of spread_kernel: 40 registers a thread on an H100, and 64 in float32's backward of what is heavy. (In 40, four loaded values
+// went through memory, and backward of halves of 63 elements and silu took 1.18 copies, for 1.02.)
 template <class Op, int bytes>
 constexpr int spread_residents(Mode mode) {
   const int most = kMaxThreads / kThreads;
@@ -144,7 +145,8 @@ __host__ __device__ constexpr int program_lanes(Mode mode, int bytes, bool all) 
   return mode == Mode::forward && bytes == 2 && !all ? 16 : 8;
 }
 // Sums of a block of finish_kernel: those of the 32 bytes that memory moves at least. With a warp's width there were two blocks for
-// 64 channels, and relu_bias's backward took 1.06 copies, for 1.05. And its threads at most, and the partial sums of each at least.
+// 64 channels, and relu_bias's backward took 1.06 copies, for 1.05. And its threads at most, and the partial sums that one adds
+// while there are fewer.
 template <int bytes>
 constexpr int kFinishWidth = 32 / bytes;
 constexpr int kFinishThreads = 1024;
@@ -492,12 +494,12 @@ struct ProgramPlan {
   int sums[kMaxOperands] = {};
 };
 
-// Which vectors a thread of several_kernel takes: those at i, i + apart..., of the threads that begin at an i below `threads`. What finds
-// the place of the first, and loads what lies along an axis beside it, is then not done for each: they are whole periods apart,
-// after which that is the same again (a bias of 64 channels after 64 planes, or after a pixel of channels_last); or, `in_plane`, as
-// many as fit in one plane of a channel.
+// Which vectors a thread of several_kernel takes: those at i, i + apart..., where `begins` says how many elements i threads
+// begin at. They are whole periods apart, after which what lies along an axis is the same again (a bias of 64 channels after 64
+// planes, or after a pixel of channels_last); or, `in_plane`, as many as fit in one plane of a channel. So its place is found,
+// and it is loaded, once for all of them.
 struct Several {
-  int64_t apart, threads;
+  int64_t apart, begins;
   int in_plane;
   Divider by_apart;
 };
@@ -933,9 +935,9 @@ struct Held : NoSums {
   }
 };
 
-// The vectors at i, i + apart... before `end`. Returns where the next one would be. Where nothing stands beside x there are registers
-// in forward for what the next one reads, which is then on its way while one is evaluated: scale, shift and gelu take 1.09
-// copies for 1.12 in bfloat16, but a residual and gelu 1.23 for 1.01. (Without a branch: with one, 1.22.)
+// The vectors at i, i + apart... before `end`. Returns where the next one would be. Where nothing stands beside x there are
+// registers in forward for what the next one reads, which is then on its way while one is evaluated: scale, shift and gelu take
+// 1.09 copies for 1.12 in bfloat16, but a residual and gelu 1.23 for 1.01. (Without a branch: with one, 1.22.)
 template <class Op, int bytes, Mode mode, class I, class At>
 __device__ __forceinline__ I process_several(const Args<Op, Compute<bytes>>& a, I i, I end, const At& at) {
   using G = decltype(at(i));
@@ -988,7 +990,7 @@ __global__ void __launch_bounds__(kThreads, tuning::several_residents<Op>(mode, 
   wait_for_earlier();
   using At = Vector<bytes, Index>;
   const Index begin = (Index(blockIdx.x) * kThreads + threadIdx.x) * At::n, numel = Index(a.numel);
-  if (begin >= Index(a.several.threads)) return;
+  if (begin >= Index(a.several.begins)) return;
   const auto at = [&](Index i) FUSED_ACT_LAMBDA {
     At at(i);
     if constexpr (kSurrounded<Op>)
@@ -1186,8 +1188,8 @@ __device__ __forceinline__ void emit_columns(const A& a, int k, const Columns& c
   }
 }
 
-// `along`: the operands that lie as the columns do. One is kept as it lies in memory, in half the registers; of several the compiler
-// would keep what it is as either type, and choose in each row.
+// `along`: the operands that lie as the columns do. One is kept as it lies in memory, in half the registers; of several the
+// compiler would keep what it is as either type, and choose in each row.
 template <int O, class C, int bytes, int V, uint32_t along>
 struct ColumnSums : SumsAlong<along> {
   using SumsAlong<along>::holds;
@@ -1230,8 +1232,10 @@ __global__ void __launch_bounds__(kThreads, tuning::column_residents<Op, bytes>)
     const int64_t start = chunk.start, whole = a.numel - V + 1;
     using I = ReductionIndex<Op, mode>;
     using At = Vector<bytes, I, V>;
-    if (start < whole) {  // 32 bits have room for twice a step, which is no longer than a tensor, but not for the sum with that
-      const I step = I(chunk.step), end = I(whole);
+    if (start < whole) {
+      // No longer than the tensor, so that 32 bits have room for two (where a row of the matrix is folded of more rows of channels
+      // than there are, it can be longer).
+      const I step = I(min(chunk.step, a.numel)), end = I(whole);
 #pragma unroll 1
       for (I i = I(start);; i += step * kBatch) {
         process_batch<kBatch, Op, bytes, mode>(

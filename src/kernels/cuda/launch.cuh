@@ -355,15 +355,17 @@ class Launcher {
         const unsigned spread_blocks = static_cast<unsigned>(divide_up(request_.numel, int64_t(threads_) * Spread<bytes>::n));
         if (spread_) return launch(&spread_kernel<Op, bytes, mode>, spread_blocks, args_);
       }
+      const auto vectors_of = [](auto* kernel) {
+        const int capability = tuning::may_take_two<Op>(mode) ? compiled_for(reinterpret_cast<const void*>(kernel)) : 0;
+        return tuning::flat_vectors<Op>(mode, tuning::architecture(capability));
+      };
       if constexpr (tuning::several<Op>(mode, bytes) > 1) {
-        using Index = std::conditional_t<kShort<Op, mode>, uint32_t, int64_t>;
-        if (const unsigned several_blocks = plan_several())
-          return launch(&several_kernel<Op, bytes, mode, Index>, several_blocks, args_);
+        constexpr auto kernel = &several_kernel<Op, bytes, mode, std::conditional_t<kShort<Op, mode>, uint32_t, int64_t>>;
+        // Where flat_kernel moves two vectors at once, it takes large tensors, too.
+        if (const unsigned some = plan_several(); some && vectors_of(kernel) == 1) return launch(kernel, some, args_);
       }
       const auto launch_vectors = [&](auto* kernel) {
-        const int capability = tuning::may_take_two<Op>(mode) ? compiled_for(reinterpret_cast<const void*>(kernel)) : 0;
-        const int vectors = tuning::flat_vectors<Op>(mode, tuning::architecture(capability));
-        return launch_with(threads_ / vectors, 0, kernel, blocks, args_);
+        return launch_with(threads_ / vectors_of(kernel), 0, kernel, blocks, args_);
       };
       if constexpr (kShort<Op, mode>) return launch_vectors(&flat_kernel<Op, bytes, mode, uint32_t>);
       if constexpr (Op::kOperands > 0 && mode == Mode::forward)  // which find an operand's element
@@ -390,17 +392,17 @@ class Launcher {
     const int64_t plane = along ? along->inner : 0, period = !along ? lanes_ : along->wraps ? plane * along->channels : numel;
     if (!one_axis) return 0;
     if (period < numel && period % lanes_ == 0) {
-      plan.apart = plan.threads = divide_up(numel, period * times) * period;
+      plan.apart = plan.begins = divide_up(numel, period * times) * period;
       plan.in_plane = 0;
     } else if (planes && plane >= times * block && plane % (times * lanes_) == 0) {
       plan.apart = plane / times;
-      plan.threads = numel / times;
+      plan.begins = numel / times;
       plan.in_plane = static_cast<int>(times);
       plan.by_apart = Divider::of(plan.apart, numel);
     } else {
       return 0;
     }
-    return static_cast<unsigned>(divide_up(plan.threads, block));
+    return static_cast<unsigned>(divide_up(plan.begins, block));
   }
 
   Space make_space(const int* order, int ndim) const {
