@@ -265,6 +265,11 @@ struct FusedNode final : Node {
     }
     if (reads_codes(mode)) save_codes(a.codes);
   }
+  // In place of x what came of it.
+  void save_output(const at::Tensor& x, uint32_t read) {
+    from_output = true;
+    inputs.front().save(x, read & input::x, /*is_output=*/true);
+  }
   void save_codes(const at::Tensor& codes) {
     inputs.emplace_back().place = {&Arguments::codes};
     inputs.back().save(codes, true);
@@ -600,9 +605,17 @@ void run_in_place_autograd(const Operator& op, Mode mode, const c10::OperatorHan
     has_tangents |= tangent_of(*t).defined();
   }
   requires_grad &= at::GradMode::is_enabled();
-  decltype(make_node<FusedNode>(static_cast<NodePtr*>(nullptr), op, mode, a, edge_list())) node;
   at::Tensor x = a.x;
   torch::autograd::check_inplace(x, requires_grad);
+  const auto overwrite = [&] {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    handle.redispatchBoxed(keys & c10::after_ADInplaceOrView_keyset, stack);
+    stack->back() = x;  // under a transform of torch.func another tensor came back, that has no history
+    torch::autograd::increment_version(x);
+  };
+  if (!requires_grad && !has_tangents) return overwrite();
+
+  decltype(make_node<FusedNode>(static_cast<NodePtr*>(nullptr), op, mode, a, edge_list())) node;
   bool from_output = false;
   if (requires_grad) {
     const Steps steps = steps_of(op, a);
@@ -626,32 +639,15 @@ void run_in_place_autograd(const Operator& op, Mode mode, const c10::OperatorHan
     for (const at::Tensor* t : inputs)
       edges.push_back(t->defined() ? torch::autograd::impl::gradient_edge(*t) : torch::autograd::Edge());
     node = make_node<FusedNode>(static_cast<NodePtr*>(nullptr), op, mode, a, std::move(edges));
-    node->from_output = from_output;
-    if (from_output) {
-      for (int k = 0; k < op.operands; ++k) {
-        if (!a.operand[k].defined()) continue;
-        node->inputs.emplace_back().place = {nullptr, k, false};
-        node->inputs.back().save(a.operand[k], false);
-      }
-    } else {
-      node->save(before, by_node);
-    }
+    node->save(before, from_output ? 0 : by_node);
   }
   at::Tensor tangent;
   if (has_tangents) tangent = tangents(op, mode, before)[0];
-  {
-    at::AutoDispatchBelowADInplaceOrView guard;
-    handle.redispatchBoxed(keys & c10::after_ADInplaceOrView_keyset, stack);
-  }
-  stack->back() = x;  // under a transform of torch.func another tensor came back, that has no history
-  torch::autograd::increment_version(x);
+  overwrite();
   if (node) {
     torch::autograd::rebase_history(x, node);
     announce(NodePtr(node), 0);
-    if (from_output) {
-      node->inputs.emplace_back().place = {&Arguments::x};
-      node->inputs.back().save(x, by_node & input::x, /*is_output=*/true);
-    }
+    if (from_output) node->save_output(x, by_node);
   }
   if (tangent.defined()) {  // into the one that x has, which may not be replaced
     if (at::Tensor t = tangent_of(x); t.defined()) {
