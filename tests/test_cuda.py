@@ -618,7 +618,7 @@ def test_a_form_has_its_kernels(form, act, layout, dtype):
     """Forward and backward, that of the bias too, are kernels of the form itself, or of codes."""
     shape, memory_format = FRAME_LAYOUTS[layout]
     shape = (*shape[:2], 32, 32)  # large enough for codes
-    if form in ("halves", "pairs"):
+    if form == "halves":
         memory_format = torch.contiguous_format
     x = torch.randn(shape, device="cuda", dtype=dtype).contiguous(memory_format=memory_format).requires_grad_()
     b = torch.randn(shape[1], device="cuda", dtype=dtype, requires_grad=True)

@@ -140,12 +140,17 @@ using FormsOfCommon = Types<Exact<Chain<Add, A>, Beside::axis>,                 
                             Exact<Chain<A, Add>, Beside::x>,                        // the residual alone
                             Exact<Chain<A, MulOperand>, Beside::x>,                 // a gated linear unit
                             Exact<Gated<Chain<Add, A>, Chain<Add>>, Beside::axis, 0b101>>;  // one with biases
+// Of one that stands in pairs, and where what it takes is no pairs in memory (in channels_last).
 template <class A>
-using FormsOfOther = std::conditional_t<A::heavy, Types<Exact<Chain<Add, A>, Beside::axis>>, Types<>>;
+using GatedPairs = Gated<Chain<MinScalar, A>, Chain<AbsClamp, AddOne>>;  // gpt-oss
+template <class A>
+using FormsOfPairs = Types<Exact<GatedPairs<A>, Beside::pairs>>;
+template <class A>
+using FormsOfOther =
+    std::conditional_t<kHasFrame<A, true>, Types<Exact<Chain<Add, A>, Beside::axis>, Exact<GatedPairs<A>, Beside::x>>,
+                       std::conditional_t<A::heavy, Types<Exact<Chain<Add, A>, Beside::axis>>, Types<>>>;
 template <class A>
 using Forms = std::conditional_t<A::common, FormsOfCommon<A>, FormsOfOther<A>>;
-template <class A>
-using FormsOfPairs = Types<Exact<Gated<Chain<MinScalar, A>, Chain<AbsClamp, AddOne>>, Beside::pairs>>;  // gpt-oss
 
 // That of an operator's own line which takes halves, unless it is a form of an activation.
 template <class Line>
