@@ -37,9 +37,11 @@ RELEASE_ARCHITECTURES = "7.5;8.0;8.6;9.0;10.0;12.0+PTX"
 GIB_PER_COMPILER = 2.5  # bindings.cpp with torch's headers, the largest
 
 CPU_SOURCE = "src/kernels/cpu/cpu.cpp"
-# CUDA sources that are compiled for each size of an element, and in how many parts (parts.h says why). framed.cu has as
-# many as there are common activations.
-PARTS = {"src/kernels/cuda/compiled.cu": 3, "src/kernels/cuda/decoded.cu": 1, "src/kernels/cuda/framed.cu": 12}
+# CUDA sources that are compiled for each size of an element, and in how many parts.
+PARTS = {
+    f"src/kernels/cuda/{name.lower()}.cu": int(parts)
+    for name, parts in re.findall(r"k(\w+)Parts = (\d+)", Path("src/kernels/cuda/parts.h").read_text())
+}
 # In rising order, and linked after all else: of an inline function that several objects hold, the linker keeps the
 # first, and that one must run on every CPU.
 CPU_CAPABILITIES = {"DEFAULT": []}
@@ -167,7 +169,7 @@ class BuildExtension(cpp_extension.BuildExtension):
 cxx_flags = ["-g0", "-ffp-contract=off", "-fvisibility=hidden", *os.environ.get("CXXFLAGS", "").split()]
 # What torch's at::vec and GCC's own AVX-512 headers would say thousands of times; torch is built with these too.
 quiet_flags = ["-Wno-unknown-pragmas", "-Wno-psabi", "-Wno-maybe-uninitialized"]
-sources = ["src/bindings.cpp", "src/autograd.cpp", CPU_SOURCE]
+sources = ["src/bindings.cpp", "src/autograd.cpp", "src/kernels/analysis.cpp", CPU_SOURCE]
 macros = [("FUSED_ACT_X86_SIMD", None)] if "AVX2" in CPU_CAPABILITIES else []
 nvcc_flags = []
 if cpu_only_reason:
@@ -176,7 +178,6 @@ else:
     make_extension = cpp_extension.CUDAExtension
     sources += sorted(map(str, Path("src/kernels/cuda").glob("*.cu")))
     macros.append(("FUSED_ACT_WITH_CUDA", None))
-    macros += [(f"FUSED_ACT_{Path(source).stem.upper()}_PARTS", str(parts)) for source, parts in PARTS.items()]
     nvcc_version = first_line(os.path.join(cuda_home, "bin", "nvcc"), "--version", pattern=r"(?<=, V)[\d.]+")
     # -compress-all: a third of the size; --compress-mode=size gains 6 % more, but nvcc knows it only since 12.8.
     # Kernels are optimised by default. -O3 would be for what launches them, too: twice as much code, in twice the time.

@@ -29,7 +29,8 @@ namespace fused_act {
 #define FLAT(OP, BYTES, MODE, INDEX) \\
   template __global__ void flat_kernel<OP, BYTES, Mode::MODE, INDEX>(const __grid_constant__ Args<OP, Compute<BYTES>>);
 #define SEVERAL(OP, BYTES, MODE, I) \\
-  template __global__ void several_kernel<OP, BYTES, Mode::MODE, I>(const __grid_constant__ Args<OP, Compute<BYTES>>);
+  template __global__ void several_kernel<OP, BYTES, Mode::MODE, I>(const __grid_constant__ Args<OP, Compute<BYTES>>, \\
+                                                                    const Several);
 #define SPREAD(OP, BYTES, MODE) \\
   template __global__ void spread_kernel<OP, BYTES, Mode::MODE>(const __grid_constant__ Args<OP, Compute<BYTES>>);
 #define ROWS(OP, BYTES) \\
@@ -40,6 +41,7 @@ namespace fused_act {
                                                                     const Columns);
 using Bias = ops::relu_bias::Compiled;
 using One = Decoder<1, false>;
+using Two = Decoder<1, true, Derivatives::constant>;
 using Curved = Framed<Gelu, false>;
 using Exactly = Exact<Chain<Add, Gelu>, Beside::axis>;
 using Both = Exact<Chain<MulOperand, Add, Gelu>, Beside::axis, 0b11>;
@@ -53,7 +55,10 @@ FLAT(Bias, 2, coded, uint32_t)
 FLAT(Bias, 4, coded, uint32_t)
 FLAT(One, 2, backward, uint32_t)
 FLAT(One, 4, backward, uint32_t)
+FLAT(Two, 2, backward, uint32_t)
 ROWS(One, 4)
+ROWS(Two, 2)
+COLUMNS(Two, 2)
 FLAT(Curved, 2, forward, uint32_t)
 FLAT(Curved, 4, forward, uint32_t)
 FLAT(Exactly, 2, forward, uint32_t)

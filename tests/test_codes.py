@@ -22,7 +22,7 @@ chain = torch.ops.fused_act.chain
 NARROW = (torch.float16, torch.bfloat16, torch.float32)
 SHAPE = (4, 8, 30, 21)  # 20160 elements: more than 16384, and no whole number of words of codes
 
-# Name: scalars and other parameters, shapes of the operands, bits an element.
+# Name, and what is special: scalars and other parameters, shapes of the operands, bits an element.
 CODED = {
     "relu": ({}, {}, 1),
     "relu6": ({}, {}, 1),
@@ -36,6 +36,8 @@ CODED = {
     "div_leaky_relu": ({"divisor": 3.0, "negative_slope": 0.1}, {}, 1),
     "min_bias_scale": ({"value": 0.5, "scale": 2.0}, {"bias": (8,)}, 2),
     "bias_act": ({"act": "leaky_relu", "alpha": 0.2}, {"bias": (8,)}, 1),
+    "bias_act, relu": ({"act": "relu"}, {"bias": (8,)}, 1),
+    "bias_act, clamped": ({"act": "leaky_relu", "alpha": 0.2, "clamp": 0.75}, {"bias": (8,)}, 2),
     "act_add": ({"act": "relu", "alpha": None}, {"residual": SHAPE}, 1),
     "add_act": ({"act": "hardsigmoid", "alpha": None}, {"residual": SHAPE}, 1),
 }
@@ -92,6 +94,10 @@ def equal(a, b):
     )
 
 
+def operator(name, suffix=""):
+    return getattr(torch.ops.fused_act, name.split(",")[0] + suffix)
+
+
 def make(name, dtype, device, shape=SHAPE):
     parameters, shapes, bits = CODED[name]
     x = example(shape, dtype, device)
@@ -101,8 +107,7 @@ def make(name, dtype, device, shape=SHAPE):
 
 def from_x(name, go, x, parameters, operands):
     """The gradients of the operator's backward, which reads x."""
-    backward = getattr(torch.ops.fused_act, f"{name}_backward")
-    out = backward(go, x.detach(), **parameters, **{n: t.detach() for n, t in operands.items()})
+    out = operator(name, "_backward")(go, x.detach(), **parameters, **{n: t.detach() for n, t in operands.items()})
     return out[: 1 + len(operands)] if operands else (out,)
 
 
@@ -111,7 +116,7 @@ def from_x(name, go, x, parameters, operands):
 def test_the_same_gradients(name, dtype, device):
     x, parameters, operands, bits = make(name, dtype, device)
     inputs = [t.requires_grad_() for t in (x, *operands.values())]
-    function = getattr(torch.ops.fused_act, name)
+    function = operator(name)
     y, kept = saved_by(lambda: function(x, **parameters, **operands))
     assert [t.dtype for t in kept] == [torch.int32]
     assert bytes_of(kept) * 8 <= (x.numel() + 32 * 8) * bits
@@ -123,11 +128,36 @@ def test_the_same_gradients(name, dtype, device):
         assert equal(a, b)
 
 
-@pytest.mark.parametrize("name", ["relu_bias", "min_bias_scale", "bias_act", "act_add"])
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
+@pytest.mark.parametrize("asked", ["all", "x"])
+@pytest.mark.parametrize(
+    "name, known",
+    [("relu", 1), ("leaky_relu", 0), ("relu_bias", 2), ("bias_act, relu", 1), ("bias_act", 0), ("min_bias_scale", 2),
+     ("bias_act, clamped", 1)],
+)  # fmt: skip
+def test_cuda_kernels_are_told_the_derivatives(name, known, asked, memory_format, dtype):
+    """Where those by x are 0 for one code, and those by the bias the same (1) or a number (2)."""
+    x, parameters, operands, bits = make(name, dtype, "cuda")
+    x = x.contiguous(memory_format=memory_format).requires_grad_()
+    inputs = [x, *(t.requires_grad_() for t in operands.values() if asked == "all")]
+    y = operator(name)(x, **parameters, **operands)
+    with torch.profiler.profile() as profile:
+        torch.autograd.grad(y, inputs, torch.ones_like(y))
+        torch.cuda.synchronize()
+    kernels = [e.name for e in profile.events() if "Decoder" in e.name]
+    known = min(known, 1) if asked == "x" else known
+    two = ("(false|0)", "(true|1)")[bits - 1]
+    assert len(kernels) == 1, kernels
+    assert re.search(rf"Decoder<1, {two}, \(fused_act::Derivatives\){known}>", kernels[0]), kernels
+
+
+@pytest.mark.parametrize("name", ["relu_bias", "min_bias_scale", "bias_act", "bias_act, clamped", "act_add"])
 def test_layouts(name, device):
     x, parameters, operands, _ = make(name, torch.bfloat16, device)
     go = example(SHAPE, x.dtype, device, 9)
-    function = getattr(torch.ops.fused_act, name)
+    function = operator(name)
     for (of_x, lx), (of_go, lgo) in itertools.product(layouts(x), layouts(go)):
         lx = lx.detach().requires_grad_()
         given = {n: t.detach().requires_grad_() for n, t in operands.items()}

@@ -58,12 +58,13 @@ struct CodeBits {
 };
 
 // What stands in an operator's place where derivatives are known by code (codes.h), of one bit or two.
-template <int operands, bool two>
+enum class Derivatives { any, alike, constant };
+template <int operands, bool two, Derivatives known = Derivatives::any>
 struct Decoder;
 template <class Op>
 constexpr bool kDecodes = false;
-template <int operands, bool two>
-constexpr bool kDecodes<Decoder<operands, two>> = true;
+template <int operands, bool two, Derivatives known>
+constexpr bool kDecodes<Decoder<operands, two, known>> = true;
 
 // One element (or vector of them). `io` has the tensors that steps ask for:
 //

@@ -13,6 +13,8 @@
 
 #if defined(__CUDACC__)
 #define FUSED_ACT_FN __host__ __device__ __forceinline__
+#elif defined(FUSED_ACT_ANALYSIS)  // analysis.cpp says why
+#define FUSED_ACT_FN inline
 #else
 #define FUSED_ACT_FN inline __attribute__((always_inline))
 #endif

@@ -69,16 +69,25 @@ template <class Op, int bytes>
 constexpr int column_residents = kSurrounded<Op> && column_elements<Op, bytes> == 8 && !(kCrowded<Op> && Op::kHeavy) ? 3 : 4;
 // Vectors of which row_kernel and column_kernel load what they read before they evaluate the first: enough of it is then on
 // its way for the memory of an H200. relu_bias's backward there, of the copy: one at a time 1.36 in bfloat16 and 1.27 in
-// float32, two 1.20 and 1.09, four 1.08 and 1.10. One where more is read of each (gates with biases and relu in bfloat16: one 1.08,
-// two 1.15), or where there is no room (two of scale and shift in columns took 1.04 in float32, one 1.02).
+// float32, two 1.20 and 1.09, four 1.08 and 1.10; with codes of two bits in bfloat16 two 1.20, four 1.13, six (80 registers) 1.25;
+// of one bit in float32, where the compiler is told the derivatives, two 1.05, three 1.04, four 1.05 without the sums' end.
+// One where more is read of each (gates with biases and relu in bfloat16: one 1.08, two 1.15), or where there is no room (two of
+// scale and shift in columns took 1.04 in float32, one 1.02).
 template <class Op>
 constexpr int row_batch(int bytes) {
-  if constexpr (kDecodes<Op>)
-    if (!Op::kTwo && bytes == 2) return 4;
+  if constexpr (kDecodes<Op>) {
+    if (bytes == 2) return Op::kTwo && Op::kOperands > 1 ? 2 : 4;
+    return Op::kTold ? 3 : 2;
+  }
   return kCrowded<Op> ? 1 : 2;
 }
 template <class Op, int bytes>
 constexpr int column_batch = kCrowded<Op> || (bytes == 4 && kSurrounded<Op> && Op::kOperands > 1) ? 1 : 2;
+// (Where so little is left that a multiprocessor holds more blocks: two 1.08, one 1.06; in bfloat16 1.09 and 1.19.)
+template <>
+constexpr int column_batch<Decoder<1, false, Derivatives::constant>, 4> = 1;
+template <>
+constexpr int column_batch<Decoder<1, false, Derivatives::alike>, 4> = 1;
 // Whether a thread of flat_kernel may take two vectors side by side. Not where codes of four elements are put together by
 // neighbours, nor of what has tensors that are not flat.
 template <class Op>
@@ -91,16 +100,17 @@ constexpr int flat_vectors(Mode mode, const Architecture& a) {
   return may_take_two<Op>(mode) ? a.vectors : 1;
 }
 // Blocks of a compiled flat_kernel that a multiprocessor holds at least. In forward as many as there can be, 32 registers
-// a thread on an H100; three quarters of that, 40 registers, for several operands beside eight elements, and where codes of
-// two bits are read. Backward of a cheap chain takes what registers it needs. (Threads with two vectors side by side are half
-// as many, with twice the registers.)
+// a thread on an H100; three quarters of that, 40 registers, for several operands beside eight elements. Backward of a cheap
+// chain takes what registers it needs; with codes as few as there can be (of two bits in bfloat16 40 took 1.12 copies, 32, with
+// two values of a vector that is not whole in memory, 1.03). (Threads with two vectors side by side are half as many, with twice
+// the registers.)
 template <class Op>
 constexpr int flat_residents(Mode mode, int elements) {
   const int most = kMaxThreads / kThreads;
   if (mode == Mode::forward || mode == Mode::coded)
     return elements < 8 || Op::kOperands < 2 ? most : most * 3 / 4;
   if constexpr (kDecodes<Op>)
-    return elements < 8 ? most : mode != Mode::backward || Op::kOperands > 1 ? most / 2 : Op::kTwo ? most * 3 / 4 : most;
+    return elements < 8 ? most : mode != Mode::backward || Op::kOperands > 1 ? most / 2 : most;
   return Op::kHeavy ? most / 2 : 1;
 }
 // How many vectors a thread of several_kernel takes; 1: there is none, flat_kernel walks large tensors too. Of the copy, on an
@@ -115,8 +125,14 @@ constexpr int several(Mode mode, int bytes) {
     return Op::kSlow || (bytes == 2 && (kSurrounded<Op> || !forward)) ? 4 : 2;
   return bytes == 2 && kSeveralAlong<Op> && (kCrowded<Op> || !forward) ? 4 : 1;
 }
-// Blocks that are left at least: a few for each that runs at once.
-constexpr int64_t kSeveralBlocks = 4224;
+// Blocks that are left at least: a few for each that runs at once; where instructions count most one, 1056 on an H200. Of 8 and 16
+// million elements in bfloat16 the backward of gates with biases and gelu takes 1.23 and 1.20 copies so, with 4224 1.40 and 1.34,
+// a residual and gelu 1.20 and 1.16 for 1.32 and 1.28; but scale, shift and silu 1.13 for 1.10, gelu alone 1.09 for 1.05.
+template <class Op>
+constexpr int64_t several_blocks(Mode mode, int bytes) {
+  const bool slow = Op::kSlow && kSurrounded<Op> && (bytes == 2 || !kCrowded<Op>);
+  return slow || mode == Mode::backward ? 1056 : 4224;
+}
 // Its blocks that a multiprocessor holds at least: in forward 32 registers a thread on an H100, 40 for several operands beside
 // eight elements, 48 for a gate between two; in backward 48, and 64 for several along the axis.
 template <class Op>
@@ -508,7 +524,6 @@ template <class Op, class C>
 struct Args {
   static constexpr int O = Op::kOperands > 0 ? Op::kOperands : 1;
   int64_t numel;
-  Several several;
   Dtype dtype;
   const void *x, *g, *u;
   void* out[2];
@@ -939,14 +954,13 @@ struct Held : NoSums {
 // registers in forward for what the next one reads, which is then on its way while one is evaluated: scale, shift and gelu take
 // 1.09 copies for 1.12 in bfloat16, but a residual and gelu 1.23 for 1.01. (Without a branch: with one, 1.22.)
 template <class Op, int bytes, Mode mode, class I, class At>
-__device__ __forceinline__ I process_several(const Args<Op, Compute<bytes>>& a, I i, I end, const At& at) {
+__device__ __forceinline__ I process_several(const Args<Op, Compute<bytes>>& a, I i, I end, I apart, const At& at) {
   using G = decltype(at(i));
   using T = Taken<Op, bytes, mode>;
   using Sums = Held<NumberOf<mode, G>, Args<Op, Compute<bytes>>::O, kAlong<Op>>;
   using Io = VectorIo<Op, mode, G, Sums>;
   constexpr bool ahead = mode == Mode::forward && !tuning::kCrowded<Op>;
   if (i >= end) return i;
-  const I apart = I(a.several.apart);
   Sums held;
   G here = at(i);
   T taken = T::of(a, here);
@@ -986,11 +1000,12 @@ __device__ __forceinline__ I process_several(const Args<Op, Compute<bytes>>& a, 
 // As flat_kernel, of a large tensor: a thread takes several vectors (Several).
 template <class Op, int bytes, Mode mode, class Index>
 __global__ void __launch_bounds__(kThreads, tuning::several_residents<Op>(mode, kVector<bytes>))
-    several_kernel(const __grid_constant__ Args<Op, Compute<bytes>> a) {
+    several_kernel(const __grid_constant__ Args<Op, Compute<bytes>> a, const Several several) {
   wait_for_earlier();
   using At = Vector<bytes, Index>;
   const Index begin = (Index(blockIdx.x) * kThreads + threadIdx.x) * At::n, numel = Index(a.numel);
-  if (begin >= Index(a.several.begins)) return;
+  if (begin >= Index(several.begins)) return;
+  const Index apart = Index(several.apart);
   const auto at = [&](Index i) FUSED_ACT_LAMBDA {
     At at(i);
     if constexpr (kSurrounded<Op>)
@@ -998,11 +1013,11 @@ __global__ void __launch_bounds__(kThreads, tuning::several_residents<Op>(mode, 
     return at;
   };
   if constexpr (kSurrounded<Op>) {
-    const Index more = Index(a.several.apart) * (a.several.in_plane - 1);
-    const Index first = a.several.in_plane ? begin + a.several.by_apart.quotient(begin) * more : begin;
-    process_several<Op, bytes, mode>(a, first, a.several.in_plane ? first + more + 1 : numel, at);
+    const Index more = apart * (several.in_plane - 1);
+    const Index first = several.in_plane ? begin + several.by_apart.quotient(begin) * more : begin;
+    process_several<Op, bytes, mode>(a, first, several.in_plane ? first + more + 1 : numel, apart, at);
   } else {
-    const Index last = process_several<Op, bytes, mode>(a, begin, numel / At::n * At::n, at);
+    const Index last = process_several<Op, bytes, mode>(a, begin, numel / At::n * At::n, apart, at);
     NoSums sums;
     if (last < numel) process<Op, bytes, mode>(a, At(last, 0, 0, numel), sums);
   }

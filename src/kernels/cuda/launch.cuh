@@ -362,7 +362,8 @@ class Launcher {
       if constexpr (tuning::several<Op>(mode, bytes) > 1) {
         constexpr auto kernel = &several_kernel<Op, bytes, mode, std::conditional_t<kShort<Op, mode>, uint32_t, int64_t>>;
         // Where flat_kernel moves two vectors at once, it takes large tensors, too.
-        if (const unsigned some = plan_several(); some && vectors_of(kernel) == 1) return launch(kernel, some, args_);
+        Several several;
+        if (const unsigned some = plan_several(several); some && vectors_of(kernel) == 1) return launch(kernel, some, args_, several);
       }
       const auto launch_vectors = [&](auto* kernel) {
         return launch_with(threads_ / vectors_of(kernel), 0, kernel, blocks, args_);
@@ -375,9 +376,9 @@ class Launcher {
   }
 
   // Which vectors a thread of several_kernel takes; returns the blocks. 0: each one only.
-  unsigned plan_several() {
+  unsigned plan_several(Several& plan) const {
     const int64_t numel = request_.numel, block = int64_t(threads_) * lanes_;
-    const int64_t times = std::min<int64_t>(tuning::several<Op>(mode, bytes), numel / (block * tuning::kSeveralBlocks));
+    const int64_t times = std::min<int64_t>(tuning::several<Op>(mode, bytes), numel / (block * tuning::several_blocks<Op>(mode, bytes)));
     if (times < 2) return 0;
     const OperandArg<C>* along = nullptr;
     bool one_axis = true, planes = true;
@@ -388,7 +389,6 @@ class Launcher {
       planes &= o.access == Access::row;
       along = &o;
     }
-    Several& plan = args_.several;
     const int64_t plane = along ? along->inner : 0, period = !along ? lanes_ : along->wraps ? plane * along->channels : numel;
     if (!one_axis) return 0;
     if (period < numel && period % lanes_ == 0) {

@@ -6,16 +6,17 @@
 namespace fused_act {
 
 // A kernel's first launch makes the driver decompress and load the object that it is in: 1 ms for half a megabyte of code. So
-// what there are many of is compiled in parts of about that size; how many the build says.
-constexpr int kCompiledParts = FUSED_ACT_COMPILED_PARTS, kFramedParts = FUSED_ACT_FRAMED_PARTS;
+// what there are many of is compiled in parts of about that size, and for each size of an element. setup.py and CMakeLists.txt
+// read here how many: those of compiled.cu, decoded.cu (one for each number of bits that a code has) and framed.cu.
+constexpr int kCompiledParts = 3, kDecodedParts = 2, kFramedParts = 12;
 
 // run_cuda for an operator of that part and elements of that size.
 template <int bytes, int part>
 const char* run_compiled_part(int op, const Request&, const Geometry&, const Cuda&);
 
-// The same of what reads codes, whichever operator wrote them.
-template <int bytes>
-const char* run_decoded(const Request&, const Geometry&, const Cuda&);
+// The same of what reads codes of part + 1 bits, whichever operator wrote them.
+template <int bytes, int part>
+const char* run_decoded_part(const Request&, const Geometry&, const Cuda&);
 
 // The same of the Request's program.
 const char* run_cuda_program_16(const Request&, const Geometry&, const Cuda&);

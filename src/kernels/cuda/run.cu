@@ -14,14 +14,19 @@ const char* run_compiled(std::integer_sequence<int, part...>, int op, const Requ
   return parts[op % kCompiledParts](op, r, geometry, cuda);
 }
 
+template <int bytes>
+const char* run(int op, const Request& r, const Geometry& geometry, const Cuda& cuda) {
+  static_assert(kDecodedParts == 2);
+  if (!reads_codes(r.mode))
+    return run_compiled<bytes>(std::make_integer_sequence<int, kCompiledParts>(), op, r, geometry, cuda);
+  return r.table.bits() == 1 ? run_decoded_part<bytes, 0>(r, geometry, cuda) : run_decoded_part<bytes, 1>(r, geometry, cuda);
+}
+
 }  // namespace
 
 const char* run_cuda(int op, const Request& r, const Geometry& geometry, const Cuda& cuda) {
   if (r.dtype == Dtype::f64) return run_cuda_program_64(r, geometry, cuda);  // of which there are no compiled chains
-  constexpr std::make_integer_sequence<int, kCompiledParts> parts;
-  if (r.dtype == Dtype::f32)
-    return reads_codes(r.mode) ? run_decoded<4>(r, geometry, cuda) : run_compiled<4>(parts, op, r, geometry, cuda);
-  return reads_codes(r.mode) ? run_decoded<2>(r, geometry, cuda) : run_compiled<2>(parts, op, r, geometry, cuda);
+  return r.dtype == Dtype::f32 ? run<4>(op, r, geometry, cuda) : run<2>(op, r, geometry, cuda);
 }
 
 }  // namespace fused_act
