@@ -310,13 +310,13 @@ def write_plots(document: dict, folder: Path) -> list[Path]:
         if not here or section == "start":  # a few figures for all operators: the table is enough
             continue
         if section == "overhead":
-            plots: list[tuple[str, Callable]] = [("overhead", plot_overhead)]
+            plots: list[tuple[str, Callable, list]] = [("overhead", plot_overhead, here)]
         else:
-            plots = [(f"limit_{section}", plot_limit)]
-            if any(len(family) > 1 for family in here):
-                plots.append((f"bandwidth_{section}", plot_bandwidth))
-        for name, plot in plots:
-            figure = plot(document, here)
+            plots = [(f"limit_{section}", plot_limit, here)]
+            if several := [family for family in here if len(family) > 1]:  # of one size there is no curve
+                plots.append((f"bandwidth_{section}", plot_bandwidth, several))
+        for name, plot, shown in plots:
+            figure = plot(document, shown)
             written.append(folder / f"{name}.png")
             figure.savefig(written[-1])
     return written
@@ -336,7 +336,7 @@ def new_figure(document: dict, title: str, width: float, height: float) -> Figur
 def plot_bandwidth(document: dict, here: list[list[Group]]) -> Figure:
     """Bytes that are needed per time, against the number of elements: the median operator and the middle 80 %."""
     section = here[0][0].section
-    columns = math.ceil(math.sqrt(len(here)))
+    columns = min(3, len(here))
     lines = math.ceil(len(here) / columns)
     title = f"{section}: bandwidth by size, median over the operators and the middle 80 %"
     figure = new_figure(document, title, 5 * columns, 4 * lines + 0.6)
