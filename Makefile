@@ -36,7 +36,7 @@ help:
 # From other folders, so that Python can find no fused_act but the installed one. A process for each core with a thread
 # each takes half the time of one process with all cores; tests of threads set their number themselves.
 test: $(VENV)/fused_act
-	cd tests && OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --maxprocesses 8 $(ARGS)
+	cd tests && OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --maxprocesses 8 --dist worksteal $(ARGS)
 
 demo: $(VENV)/fused_act
 	cd / && $(BIN)/python -m fused_act demo --output $(CURDIR)/fused_act_demo.png $(ARGS)

@@ -32,6 +32,13 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "slow: takes more than about ten seconds (deselect with -m 'not slow')")
 
 
+def pytest_collection_modifyitems(items):
+    """What is slow comes first, so that no process is left with it alone; before all else the slowest,
+    test_sixth_operator.py, whose two tests share a build."""
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    items[:] = slow[::-1] + [item for item in items if not item.get_closest_marker("slow")]
+
+
 def dtype_params(dtypes):
     return [pytest.param(dtype, id=DTYPE_IDS[dtype]) for dtype in dtypes]
 

@@ -17,6 +17,7 @@ NVCC_PATH = [os.environ.get("CUDA_HOME", "") + "/bin", os.environ["PATH"], "/usr
 NVCC = shutil.which("nvcc", path=os.pathsep.join(NVCC_PATH))
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(not (SOURCES / "kernels").exists(), reason="the tests do not lie in a source tree"),
     pytest.mark.skipif(not NVCC, reason="there is no nvcc"),
 ]

@@ -215,6 +215,7 @@ def test_head(small):
     assert about["device"] and about["date"] and about["shape"] == [2, 4, 2, 6]
 
 
+@pytest.mark.slow
 def test_overhead_and_compiled_rows(tmp_path):
     path = tmp_path / "results.json"
     arguments = f"{SMALL} --only forward overhead --dtypes float32 --layouts contiguous --operators relu --compile"
@@ -227,6 +228,7 @@ def test_overhead_and_compiled_rows(tmp_path):
     assert compiled == [2**10], "torch.compile has the first size alone"
 
 
+@pytest.mark.slow
 def test_rows_of_what_a_process_pays_once(tmp_path, monkeypatch):
     monkeypatch.setattr(measure, "PROCESSES", 2)
     path = tmp_path / "results.json"
