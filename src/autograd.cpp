@@ -661,9 +661,13 @@ void run_in_place_autograd(const Operator& op, Mode mode, const c10::OperatorHan
 // Where there is no autograd, in inference mode, a tensor that was made outside it is seen to be overwritten all the same.
 void run_in_place_counted(const Operator& op, Mode mode, const c10::OperatorHandle& handle, c10::DispatchKeySet keys,
                           torch::jit::Stack* stack) {
-  torch::autograd::increment_version(unpack(op, mode, *stack).x);  // first: it refuses what may not be overwritten
+  const at::Tensor x = unpack(op, mode, *stack).x;
+  // A tensor of inference mode has no version, but is refused here where it may not be overwritten. Of others a call that fails
+  // changes nothing, and no version either.
+  if (x.is_inference()) torch::autograd::increment_version(x);
   at::AutoDispatchBelowADInplaceOrView guard;
   handle.redispatchBoxed(keys & c10::after_ADInplaceOrView_keyset, stack);
+  if (!x.is_inference()) torch::autograd::increment_version(x);
 }
 
 }  // namespace

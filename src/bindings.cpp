@@ -875,8 +875,9 @@ at::Tensor empty_like_on(const at::Tensor& t, c10::Device device) {
 at::Tensor empty_result(const Operator& op, const at::Tensor& x) {
   if (op.packing == Packing::none) return empty_like_on(x, x.device());
   if (x.is_contiguous()) return at::empty_symint(result_shape(op, x), x.options());
-  return at::empty_like(op.packing == Packing::halves ? x.narrow_symint(-1, 0, result_shape(op, x).back())
-                                                      : x.slice(-1, std::nullopt, std::nullopt, 2));
+  const at::Tensor half = op.packing == Packing::halves ? x.narrow_symint(-1, 0, result_shape(op, x).back())
+                                                        : x.slice(-1, std::nullopt, std::nullopt, 2);
+  return empty_like_on(half, x.device());
 }
 
 // The outputs, not yet filled in; undefined where not asked for.

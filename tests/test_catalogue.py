@@ -445,6 +445,26 @@ def test_in_place_counts_in_inference_mode_too(device):
         functional.silu_(made_there)
 
 
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_in_place_a_call_that_fails_counts_nothing(mode, device):
+    x = torch.randn(3, 7, device=device, requires_grad=True)
+    z = x * 1
+    w = z * z
+    wide = z[:, :1].expand(3, 7)
+    fails = [
+        lambda: functional.relu_bias_(z, torch.randn(6, device=device)),
+        lambda: functional.bias_act_(z, None, "no such activation"),
+        lambda: functional.add_act_(z, torch.randn(2, 3, 7, device=device), "relu"),
+        lambda: functional.relu_(wide),
+    ]
+    for fail in fails:
+        with mode(), pytest.raises((RuntimeError, ValueError)):
+            fail()
+    assert z._version == 0
+    w.sum().backward()
+    assert torch.equal(x.grad, 2 * x)
+
+
 def test_in_place_saves_nothing_that_no_gradient_reads(device):
     x = torch.randn(3, 6, device=device, requires_grad=True)
     y = functional.bias_act_(x * 1.5, torch.randn(6, device=device), "linear")

@@ -286,6 +286,21 @@ def test_meta_kernels_give_the_real_strides(op, device, layout):
                 assert metadata(real) == metadata(fake), (name, shape)
 
 
+@pytest.mark.parametrize("name", ["silu_and_mul", "swiglu_oai"])
+@pytest.mark.parametrize(
+    "sizes, strides",
+    [((17, 2), (1, 17)), ((4, 3, 5, 2), (1, 20, 4, 60)), ((2, 1, 2), (1, 2, 2)), ((1, 1, 1, 2), (5, 5, 5, 2)),
+     ((2, 4, 3, 6), (144, 6, 48, 2))],
+)  # fmt: skip
+def test_meta_strides_of_halves_of_one_element(name, sizes, strides, device):
+    x = torch.randn(300, device=device).as_strided(sizes, strides)
+    operator = getattr(torch.ops.fused_act, name)
+    real = operator(x)
+    assert metadata(operator(on_meta(x))) == metadata(real)
+    with FakeTensorMode() as mode:
+        assert metadata(operator(mode.from_tensor(x))) == metadata(real)
+
+
 @pytest.mark.parametrize(
     "layout", ["contiguous", "channels_last", "transposed", "step_all", "expanded_channel", "windows"]
 )
