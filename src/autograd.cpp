@@ -595,6 +595,19 @@ void run_autograd(const Operator& op, Mode mode, const c10::OperatorHandle& hand
   }
 }
 
+// The call itself, in place.
+void overwrite(const c10::OperatorHandle& handle, c10::DispatchKeySet keys, torch::jit::Stack* stack, const at::Tensor& x) {
+  // A tensor of inference mode has no version, but is refused here where it may not be overwritten. Of others a call that fails
+  // changes nothing, and no version either.
+  if (x.is_inference()) torch::autograd::increment_version(x);
+  {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    handle.redispatchBoxed(keys & c10::after_ADInplaceOrView_keyset, stack);
+  }
+  stack->back() = x;  // under a transform of torch.func another tensor came back, that has no history
+  if (!x.is_inference()) torch::autograd::increment_version(x);
+}
+
 void run_in_place_autograd(const Operator& op, Mode mode, const c10::OperatorHandle& handle, c10::DispatchKeySet keys,
                            torch::jit::Stack* stack) {
   const Arguments a = unpack(op, mode, *stack);
@@ -607,13 +620,7 @@ void run_in_place_autograd(const Operator& op, Mode mode, const c10::OperatorHan
   requires_grad &= at::GradMode::is_enabled();
   at::Tensor x = a.x;
   torch::autograd::check_inplace(x, requires_grad);
-  const auto overwrite = [&] {
-    at::AutoDispatchBelowADInplaceOrView guard;
-    handle.redispatchBoxed(keys & c10::after_ADInplaceOrView_keyset, stack);
-    stack->back() = x;  // under a transform of torch.func another tensor came back, that has no history
-    torch::autograd::increment_version(x);
-  };
-  if (!requires_grad && !has_tangents) return overwrite();
+  if (!requires_grad && !has_tangents) return overwrite(handle, keys, stack, x);
 
   decltype(make_node<FusedNode>(static_cast<NodePtr*>(nullptr), op, mode, a, edge_list())) node;
   bool from_output = false;
@@ -643,7 +650,7 @@ void run_in_place_autograd(const Operator& op, Mode mode, const c10::OperatorHan
   }
   at::Tensor tangent;
   if (has_tangents) tangent = tangents(op, mode, before)[0];
-  overwrite();
+  overwrite(handle, keys, stack, x);
   if (node) {
     torch::autograd::rebase_history(x, node);
     announce(NodePtr(node), 0);
@@ -661,13 +668,7 @@ void run_in_place_autograd(const Operator& op, Mode mode, const c10::OperatorHan
 // Where there is no autograd, in inference mode, a tensor that was made outside it is seen to be overwritten all the same.
 void run_in_place_counted(const Operator& op, Mode mode, const c10::OperatorHandle& handle, c10::DispatchKeySet keys,
                           torch::jit::Stack* stack) {
-  const at::Tensor x = unpack(op, mode, *stack).x;
-  // A tensor of inference mode has no version, but is refused here where it may not be overwritten. Of others a call that fails
-  // changes nothing, and no version either.
-  if (x.is_inference()) torch::autograd::increment_version(x);
-  at::AutoDispatchBelowADInplaceOrView guard;
-  handle.redispatchBoxed(keys & c10::after_ADInplaceOrView_keyset, stack);
-  if (!x.is_inference()) torch::autograd::increment_version(x);
+  overwrite(handle, keys, stack, unpack(op, mode, *stack).x);
 }
 
 }  // namespace

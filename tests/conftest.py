@@ -35,8 +35,7 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(items):
     """What is slow comes first, so that no process is left with it alone; before all else the slowest,
     test_sixth_operator.py, whose two tests share a build."""
-    slow = [item for item in items if item.get_closest_marker("slow")]
-    items[:] = slow[::-1] + [item for item in items if not item.get_closest_marker("slow")]
+    items.sort(key=lambda item: (not item.get_closest_marker("slow"), "test_sixth_operator" not in item.nodeid))
 
 
 def dtype_params(dtypes):

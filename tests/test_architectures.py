@@ -42,6 +42,7 @@ namespace fused_act {
                                                                     const Columns);
 using Bias = ops::relu_bias::Compiled;
 using One = Decoder<1, false>;
+using Told = Decoder<1, false, Derivatives::constant>;
 using Two = Decoder<1, true, Derivatives::constant>;
 using Curved = Framed<Gelu, false>;
 using Exactly = Exact<Chain<Add, Gelu>, Beside::axis>;
@@ -58,6 +59,8 @@ FLAT(One, 2, backward, uint32_t)
 FLAT(One, 4, backward, uint32_t)
 FLAT(Two, 2, backward, uint32_t)
 ROWS(One, 4)
+ROWS(Told, 4)
+COLUMNS(Told, 4)
 ROWS(Two, 2)
 COLUMNS(Two, 2)
 FLAT(Curved, 2, forward, uint32_t)

@@ -441,8 +441,10 @@ def test_in_place_counts_in_inference_mode_too(device):
         functional.silu_(made_there)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         w.sum().backward()
+    before = made_there.clone()
     with pytest.raises(RuntimeError, match="Inplace update to inference tensor"):
         functional.silu_(made_there)
+    assert torch.equal(made_there, before)
 
 
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])

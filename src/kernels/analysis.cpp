@@ -99,7 +99,7 @@ class World {
   std::vector<Decision> decided_;
 };
 
-inline thread_local World* world = nullptr;
+static thread_local World* world = nullptr;
 
 // A value, or the name of a number that is not known: what it was computed from.
 template <class C, bool cuda>

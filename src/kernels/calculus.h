@@ -57,8 +57,9 @@ struct CodeBits {
   typename CodeMasks<N>::Mask low, high;
 };
 
-// What stands in an operator's place where derivatives are known by code (codes.h), of one bit or two.
+// What a compiler is told of derivatives that are known by code (codes.h).
 enum class Derivatives { any, alike, constant };
+// What stands in an operator's place where they are, of one bit or two.
 template <int operands, bool two, Derivatives known = Derivatives::any>
 struct Decoder;
 template <class Op>

@@ -1,5 +1,6 @@
 // Piecewise linear chains (relu, clamp, hardsigmoid... with biases and scales) have derivatives of few values. Which of
 // them an element has, its code, takes one bit or two, and backward needs nothing else: neither x nor an operand.
+// analysis.cpp finds which they are.
 #pragma once
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// Which inputs each result of an operator depends on, found by evaluating its steps on Trace numbers. Autograd saves
+// Which inputs each result of an operator depends on, found by evaluating its steps (analysis.cpp). Autograd saves
 // by it and kernels read by it: relu_bias's backward needs x and no bias, and for the bias's gradient alone nothing.
 #pragma once
 

@@ -636,9 +636,7 @@ bool run_first_form(Types<Form...>, const Request& r, const Geometry& geometry, 
 }
 template <class Step>
 bool run_form_of(const Request& r, const Geometry& geometry, const CpuRange& range) {
-  if constexpr (kHasFrame<Step, false>)
-    if (run_first_form(Forms<Step>{}, r, geometry, range)) return true;
-  if constexpr (kHasFrame<Step, true>) return run_first_form(FormsOfPairs<Step>{}, r, geometry, range);
+  if constexpr (kHasFrame<Step, false>) return run_first_form(Forms<Step>{}, r, geometry, range);
   return false;
 }
 bool run_form(const Request& r, const Geometry& geometry, const CpuRange& range) {
