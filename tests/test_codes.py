@@ -128,7 +128,7 @@ def test_the_same_gradients(name, dtype, device):
         assert equal(a, b)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+@cases.needs_cuda
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
 @pytest.mark.parametrize("asked", ["all", "x"])

@@ -72,13 +72,8 @@ constexpr int column_residents = kSurrounded<Op> && column_elements<Op, bytes> =
 // float32, two 1.20 and 1.09, four 1.08 and 1.10; with codes of two bits in bfloat16 two 1.20, four 1.13, six (80 registers) 1.25;
 // of one bit in float32, where the compiler is told the derivatives, two 1.05, three 1.04, four 1.05 without the sums' end.
 // One where more is read of each (gates with biases and relu in bfloat16: one 1.08, two 1.15), or where there is no room (two of
-// scale and shift in columns took 1.04 in float32, one 1.02).
-// In columns in float32 where one bit tells derivatives that the compiler knows, too: so little is left that a multiprocessor holds
-// more blocks (two 1.08, one 1.06; in bfloat16 1.09 and 1.19).
-template <class Op>
-constexpr bool kToldOneBit = false;
-template <int operands, Derivatives known>
-constexpr bool kToldOneBit<Decoder<operands, false, known>> = known != Derivatives::any;
+// scale and shift in columns took 1.04 in float32, one 1.02); and in columns in float32 where one bit tells derivatives that the
+// compiler knows: so little is left that a multiprocessor holds more blocks (two 1.08, one 1.06; in bfloat16 1.09 and 1.19).
 template <class Op>
 constexpr int row_batch(int bytes) {
   if constexpr (kDecodes<Op>) {
@@ -87,9 +82,11 @@ constexpr int row_batch(int bytes) {
   }
   return kCrowded<Op> ? 1 : 2;
 }
-template <class Op, int bytes>
-constexpr int column_batch =
-    kCrowded<Op> || (bytes == 4 && ((kSurrounded<Op> && Op::kOperands > 1) || kToldOneBit<Op>)) ? 1 : 2;
+template <class Op>
+constexpr int column_batch(int bytes) {
+  if constexpr (kDecodes<Op>) return bytes == 4 && Op::kTold && !Op::kTwo ? 1 : 2;
+  return kCrowded<Op> || (bytes == 4 && kSurrounded<Op> && Op::kOperands > 1) ? 1 : 2;
+}
 // Whether a thread of flat_kernel may take two vectors side by side. Not where codes of four elements are put together by
 // neighbours, nor of what has tensors that are not flat.
 template <class Op>
@@ -127,9 +124,9 @@ constexpr int several(Mode mode, int bytes) {
     return Op::kSlow || (bytes == 2 && (kSurrounded<Op> || !forward)) ? 4 : 2;
   return bytes == 2 && kSeveralAlong<Op> && (kCrowded<Op> || !forward) ? 4 : 1;
 }
-// Blocks that are left at least: a few for each that runs at once; where instructions count most one or two, 1056 on an H200. Of 8 and 16
-// million elements in bfloat16 the backward of gates with biases and gelu takes 1.23 and 1.20 copies so, with 4224 1.40 and 1.34,
-// a residual and gelu 1.20 and 1.16 for 1.32 and 1.28; but scale, shift and silu 1.13 for 1.10, gelu alone 1.09 for 1.05.
+// Blocks that are left at least: a few for each that runs at once; where instructions count most one or two, 1056 on an H200. Of
+// 8 and 16 million elements in bfloat16 the backward of gates with biases and gelu takes 1.23 and 1.20 copies so, with 4224 1.40
+// and 1.34, a residual and gelu 1.20 and 1.16 for 1.32 and 1.28; but scale, shift and silu 1.13 for 1.10, gelu alone 1.09 for 1.05.
 template <class Op>
 constexpr int64_t several_blocks(Mode mode, int bytes) {
   const bool slow = Op::kSlow && kSurrounded<Op> && (bytes == 2 || !kCrowded<Op>);
@@ -1240,7 +1237,7 @@ __global__ void __launch_bounds__(kThreads, tuning::column_residents<Op, bytes>)
     column_kernel(const __grid_constant__ Args<Op, Compute<bytes>> a, const Columns columns) {
   wait_for_earlier();
   using C = Compute<bytes>;
-  constexpr int V = tuning::column_elements<Op, bytes>, kBatch = tuning::column_batch<Op, bytes>;
+  constexpr int V = tuning::column_elements<Op, bytes>, kBatch = tuning::column_batch<Op>(bytes);
   __shared__ C shared[kThreads * V];
   const ColumnChunk chunk(columns, V);
   ColumnSums<Args<Op, C>::O, C, bytes, V, kAlong<Op>> sums{};

@@ -363,7 +363,8 @@ class Launcher {
         constexpr auto kernel = &several_kernel<Op, bytes, mode, std::conditional_t<kShort<Op, mode>, uint32_t, int64_t>>;
         // Where flat_kernel moves two vectors at once, it takes large tensors, too.
         Several several;
-        if (const unsigned some = plan_several(several); some && vectors_of(kernel) == 1) return launch(kernel, some, args_, several);
+        if (const unsigned some = plan_several(several); some && vectors_of(kernel) == 1)
+          return launch(kernel, some, args_, several);
       }
       const auto launch_vectors = [&](auto* kernel) {
         return launch_with(threads_ / vectors_of(kernel), 0, kernel, blocks, args_);
@@ -378,7 +379,8 @@ class Launcher {
   // Which vectors a thread of several_kernel takes; returns the blocks. 0: each one only.
   unsigned plan_several(Several& plan) const {
     const int64_t numel = request_.numel, block = int64_t(threads_) * lanes_;
-    const int64_t times = std::min<int64_t>(tuning::several<Op>(mode, bytes), numel / (block * tuning::several_blocks<Op>(mode, bytes)));
+    const int64_t most = numel / (block * tuning::several_blocks<Op>(mode, bytes));
+    const int64_t times = std::min<int64_t>(tuning::several<Op>(mode, bytes), most);
     if (times < 2) return 0;
     const OperandArg<C>* along = nullptr;
     bool one_axis = true, planes = true;
