@@ -27,6 +27,7 @@ from . import report, results
 from .measure import LAYOUTS, SECTIONS, Run, describe, shape_of
 
 SIZES = {"cuda": ["main", 2**14, 2**18, 2**22, 2**26], "cpu": ["main", 2**12, 2**16, 2**20]}
+SAVE_SECONDS = 20  # between two times that what is measured is written, so that a run that is stopped leaves something
 MAIN_SHAPES = {"cuda": (128, 64, 126, 126), "cpu": (8, 64, 126, 126)}
 
 
@@ -149,11 +150,24 @@ def run(args: argparse.Namespace) -> int:
         begin = time.perf_counter()
         measured = Run(args, device)
         document |= {"rows": measured.rows, "skipped": measured.skipped}
+        saved = begin
+
+        def save() -> None:
+            nonlocal saved
+            if args.output:
+                results.save(document, args.output)
+            saved = time.perf_counter()
+
         with report.Progress(sum(map(measured.steps, args.only))) as progress:
+
+            def advance(what: str) -> None:
+                progress.advance(what)
+                if time.perf_counter() - saved > SAVE_SECONDS:
+                    save()
+
             for section in args.only:
-                measured.measure(section, progress.advance)
-                if args.output:  # after each section, so that a run that is stopped leaves something
-                    results.save(document, args.output)
+                measured.measure(section, advance)
+                save()
     finally:
         gc.unfreeze()
     print(f"{len(measured.rows)} rows in {time.perf_counter() - begin:.0f} s, {len(measured.skipped)} skipped")
