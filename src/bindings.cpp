@@ -3,7 +3,6 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/ExpandUtils.h>
 #include <ATen/LegacyBatchedTensorImpl.h>
-#include <ATen/MemoryOverlap.h>
 #include <ATen/Parallel.h>
 #include <ATen/Version.h>
 #include <ATen/ops/empty.h>
@@ -13,6 +12,8 @@
 #include <ATen/ops/stack.h>
 #include <ATen/ops/zeros.h>
 
+#include <algorithm>
+#include <functional>
 #include <sstream>
 #include <unordered_map>
 
@@ -163,6 +164,8 @@ Operator describe(const char* name, const char* parameters, const char* expressi
   }
   TORCH_INTERNAL_ASSERT(op.listed || op.dim.has_value() == (op.operands > 0), name, ": dim exists where there are operands");
   TORCH_INTERNAL_ASSERT(op.kernel_operands() <= kMaxOperands && op.scalars <= kMaxParameters, name);
+  const auto optional = [](const Parameter& p) { return p.kind == Parameter::scalar && p.optional; };
+  op.needs_scalar = op.fixed && op.scalars > 0 && std::count_if(op.parameters.begin(), op.parameters.end(), optional) == op.scalars;
   if (op.fixed) {
     // The compiled chain takes the scalars as they stand in the line.
     const Steps steps = write_steps(op, Arguments());
@@ -771,6 +774,13 @@ std::string direction_name(const Operator& op, Mode mode, int k) {
   return mode == Mode::double_backward ? "grad_grad_" + op.operand_name(k) : op.operand_name(k) + "_tangent";
 }
 
+std::string scalar_names(const Operator& op) {
+  std::string names;
+  for (const Parameter& p : op.parameters)
+    if (p.kind == Parameter::scalar) names += (names.empty() ? "" : " and ") + p.name;
+  return names;
+}
+
 void check_tensors(const Operator& op, Mode mode, const Arguments& a) {
   const char* x_name = op.input.c_str();
   if (has_operand_gradients(mode)) check_given(op, "grad_output", a.g);
@@ -778,6 +788,9 @@ void check_tensors(const Operator& op, Mode mode, const Arguments& a) {
   for (int k = 0; k < op.operands; ++k)
     if (!op.operand_is_optional(k)) check_given(op, op.operand_name(k), a.operand[k]);
   check_dtype(op, x_name, a.x);
+  if (op.needs_scalar)
+    TORCH_CHECK(std::any_of(a.scalars, a.scalars + op.scalars, [](const auto& s) { return s.has_value(); }), op.label(), ": ",
+                scalar_names(op), " are None, but at least one of them must be given");
   const bool packed = op.packing != Packing::none;
   if (packed) {
     TORCH_CHECK_VALUE(a.x.dim() > 0, op.label(), ": ", x_name, " has no dimension, but its last one is split in two");
@@ -1436,12 +1449,48 @@ void run(const Operator& op, Mode mode, const c10::OperatorHandle&, c10::Dispatc
   push(stack, count_arguments(op, mode), std::move(work.out));
 }
 
+// Whether two elements of a tensor lie at one place: whether indices that differ can have an offset of 0 between them. (PyTorch says
+// no more of windows as as_strided makes them than that it is too hard to say.) Where the search would not end, no, as eager.
+bool overlaps(const at::Tensor& t) {
+  if (t.is_non_overlapping_and_dense() || t.numel() < 2) return false;
+  struct Dimension {
+    int64_t stride, last;  // of an index
+    int64_t reach;         // the offset of all lasts of this and of those of smaller strides
+  };
+  std::vector<Dimension> dims;
+  for (int64_t d = 0; d < t.dim(); ++d)
+    if (t.size(d) > 1) dims.push_back({t.stride(d), t.size(d) - 1, 0});
+  std::sort(dims.begin(), dims.end(), [](const Dimension& a, const Dimension& b) { return a.stride < b.stride; });
+  int64_t reach = 0;
+  bool apart = true;  // each stride is beyond all that those before it reach
+  for (Dimension& d : dims) {
+    apart &= d.stride > reach;
+    d.reach = reach += d.stride * d.last;
+  }
+  if (apart) return false;
+  int budget = 1 << 16;
+  // Whether differences of the first `count` dimensions can sum to -offset, not all of them 0 where none was so far.
+  std::function<bool(size_t, int64_t, bool)> meets = [&](size_t count, int64_t offset, bool differs) -> bool {
+    if (count == 0) return offset == 0 && differs;
+    const Dimension& d = dims[count - 1];
+    if (std::abs(offset) > d.reach || --budget < 0) return false;
+    if (d.stride == 0) return meets(count - 1, offset, true);
+    const int64_t rest = d.reach - d.stride * d.last;
+    const int64_t low = std::max(differs ? -d.last : 0, -(offset + rest) / d.stride);
+    const int64_t high = std::min(d.last, (rest - offset) / d.stride);
+    for (int64_t n = low; n <= high; ++n)
+      if (meets(count - 1, offset + n * d.stride, differs || n)) return true;
+    return false;
+  };
+  return meets(dims.size(), 0, false);
+}
+
 template <void (*run_on_device)(const Operator&, Mode, const Arguments&, Work&)>
 void run_in_place(const Operator& op, Mode mode, const c10::OperatorHandle&, c10::DispatchKeySet,
                   torch::jit::Stack* stack) {
   const Arguments a = unpack(op, mode, *stack);
   check_tensors(op, mode, a);
-  TORCH_CHECK(at::has_internal_overlap(a.x) != at::MemOverlap::Yes, op.label(), "_: elements of ", op.input,
+  TORCH_CHECK(!overlaps(a.x), op.label(), "_: elements of ", op.input,
               " share memory (shape ", a.x.sizes(), ", strides ", a.x.strides(), "), so it cannot be written in place");
   Work work;
   work.out = {a.x};

@@ -37,6 +37,7 @@ struct Operator {
   // Its steps are given in each call, which has lists of operands, codes and scalars. `parameters` are the operands that
   // there can be.
   bool listed = false;
+  bool needs_scalar = false;  // of scalars that may all be None it is given one, as torch.clamp is
   Packing packing = Packing::none;
   int operands = 0, scalars = 0;
   std::optional<int64_t> dim;  // the default of the parameter "dim", where there is one

@@ -4,6 +4,7 @@ The other files go deeper into what all operators share, on a few of them (`op` 
 """
 
 import inspect
+import itertools
 import math
 import re
 
@@ -52,7 +53,9 @@ every_variant = pytest.mark.parametrize("op, kind", VARIANTS)
 
 
 def scalars_of(op):
-    """Required scalars get a value; the others keep their defaults."""
+    """Required scalars get a value, and one of which one is required; the others keep their defaults."""
+    if op.name == "clamp":
+        return {"max": 0.75}
     return {p.name: 0.75 for p in op.parameters if p.kind == "scalar" and p.default is None and not p.optional}
 
 
@@ -416,6 +419,31 @@ def test_in_place_gradient_of_every_bit_pattern(dtype, device):
         (got,) = torch.autograd.grad(y, x, torch.ones_like(y))
         (want,) = torch.autograd.grad(run(op, x, scalars_of(op)), x, torch.ones_like(y))
         assert_same(got, want, x=x.detach())
+
+
+WINDOWS = [
+    ((4, 3), (2, 1)), ((3, 5, 4), (8, 2, 3)), ((2, 3, 4), (5, 0, 1)), ((9, 9), (3, 5)), ((2, 2), (7, 7)),
+    ((4, 3), (3, 1)), ((2, 3), (3, 2)), ((3, 2), (2, 3)), ((5, 1, 3), (9, 0, 3)), ((0, 4), (0, 0)), ((3, 3), (7, 5)),
+    ((2, 2, 2), (6, 3, 2)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("sizes, strides", WINDOWS, ids=str)
+def test_in_place_in_windows(sizes, strides, device):
+    """Of what as_strided lays over itself eager writes some elements twice, or not."""
+    memory = torch.linspace(-1, 1, 101, device=device)
+    before = memory.clone()
+    indices = itertools.product(*map(range, sizes))
+    places = [sum(i * stride for i, stride in zip(index, strides)) for index in indices]
+    if len(set(places)) < len(places):
+        with pytest.raises(RuntimeError, match="share memory"):
+            functional.relu_(memory.as_strided(sizes, strides))
+        assert torch.equal(memory, before)
+        return
+    functional.relu_(memory.as_strided(sizes, strides))
+    expected = before.clone()
+    expected[places] = before[places].relu()
+    assert torch.equal(memory, expected)
 
 
 def test_in_place_refuses_what_eager_refuses(device):

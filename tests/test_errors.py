@@ -233,3 +233,13 @@ def test_error_text_has_no_stack_trace_or_macro_noise(operand_op):
         call(operand_op, x, own)
     text = str(error.value)
     assert "Expected" not in text and ".cpp:" not in text and "INTERNAL ASSERT" not in text, text
+
+
+def test_clamp_without_a_bound(device):
+    """As torch.clamp. The activation by that name takes min as its alpha, and without one has no bound."""
+    x = torch.randn(5, device=device)
+    for function in (torch.clamp, torch.ops.fused_act.clamp, fused_act.functional.clamp, torch.ops.fused_act.clamp_):
+        with pytest.raises(RuntimeError, match="'?min'? (or|and) '?max'?.*None"):
+            function(x)
+    assert torch.equal(torch.ops.fused_act.bias_act(x, None, "clamp"), x)
+    assert torch.equal(torch.ops.fused_act.bias_act(x, None, "clamp", alpha=0.25), x.clamp(min=0.25))

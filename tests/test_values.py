@@ -116,6 +116,14 @@ def test_special_scalars(op, wide, device, special):
         assert_same(call(op, x, params), oracle.reference(op, x, params), x=x)
 
 
+@pytest.mark.parametrize("bound", ["min", "max"])
+def test_nan_as_the_only_bound(bound, dtype, device):
+    """As torch.clamp_min and clamp_max, and as torch.clamp has it of two bounds; of one its CPU kernels ignore it."""
+    x = cases.filled((5, 33), dtype).to(device)
+    assert torch.ops.fused_act.clamp(x, **{bound: math.nan}).isnan().all()
+    assert getattr(torch, f"clamp_{bound}")(x, math.nan).isnan().all()
+
+
 def test_scalars_may_be_integers(op, dtype, device):
     if not cases.scalars(op):
         pytest.skip("the operator has no scalar parameter")
