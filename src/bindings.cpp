@@ -958,6 +958,7 @@ struct Work {
   int kept = 0;
   int reads[kMaxOperands] = {};  // of each operand by the steps of a call that gives its own
   int place[kMaxOperands] = {};  // of an operand among those of the Request
+  int line = 0;                  // the place in the list of the operator whose kernels run
 
   int64_t* row(const int64_t* from, int64_t n) {
     const size_t at = rows.size();
@@ -1039,6 +1040,30 @@ Request::OperandGradient gradient_to_write(const Operator& op, const Arguments& 
   return {to.mutable_data_ptr(), dtype_of(to.scalar_type()), broadcast_strides(work, a.x, p, to), to.numel()};
 }
 
+// The operator whose line is the program of a call of `op`, so that it has kernels of its own; `op` where there is none. (Operands
+// as large as x stand in forms.)
+const Operator& line_of(const Operator& op, const Program& program, const Arguments& a) {
+  if (op.packing != Packing::none) return op;
+  for (int k = 0; k < op.operands; ++k)
+    if (a.operand[k].defined() && a.operand[k].numel() == a.x.numel()) return op;
+  struct Line {
+    Code first;
+    int length;
+    const Operator* op;
+  };
+  static const std::vector<Line> lines = [] {
+    std::vector<Line> found;
+    for (const Operator& other : operators())
+      if (other.fixed) found.push_back({other.program.instruction[0].code, other.program.length, &other});
+    return found;
+  }();
+  for (const Line& line : lines)
+    if (program.length == line.length && program.instruction[0].code == line.first &&
+        std::memcmp(program.instruction, line.op->program.instruction, line.length * sizeof(Instruction)) == 0)
+      return *line.op;
+  return op;
+}
+
 // Fills in the Request. In place: the result goes to x. `cuda`: kernels read operands of x's dtype or of the compute
 // type, and write gradients in one of these.
 void prepare(const Operator& op, Mode mode, const Arguments& a, Work& work, bool cuda, bool in_place) {
@@ -1062,6 +1087,7 @@ void prepare(const Operator& op, Mode mode, const Arguments& a, Work& work, bool
     r.sizes = sizes;
     r.numel /= 2;
   }
+  work.line = op.index;
   Dependencies dependencies;
   const Mode evaluated = mode == Mode::coded ? Mode::forward : mode;
   if (op.fixed) {
@@ -1075,6 +1101,10 @@ void prepare(const Operator& op, Mode mode, const Arguments& a, Work& work, bool
     r.program = steps.program;
     std::copy(std::begin(steps.scalars), std::end(steps.scalars), r.scalars);
     dependencies = dependencies_of(r.program, evaluated);
+    if (const Operator& line = line_of(op, r.program, a); line.index != op.index) {
+      work.line = line.index;
+      r.operands = line.operands;  // what it does not read its kernels have no place for
+    }
     for (int n = 0; n < r.program.length; ++n) {
       const Instruction& i = r.program.instruction[n];
       if (i.source < kMaxOperands) ++work.reads[i.source];
@@ -1280,7 +1310,7 @@ void run_cpu(const Operator& op, Mode mode, const Arguments& a, Work& work) {
       for (int k = 0; k < kMaxOperands; ++k)
         if (sums[k].defined())
           range.sums[k] = static_cast<char*>(sums[k].data_ptr()) + part * sums[k].stride(0) * sums[k].element_size();
-      kernel(op.index, r, geometry, range);
+      kernel(work.line, r, geometry, range);
     };
     if (parts > 1) {
       const int64_t length = ((r.numel + parts - 1) / parts + kCodeWord - 1) / kCodeWord * kCodeWord;
@@ -1418,17 +1448,17 @@ void run_cuda(const Operator& op, Mode mode, const Arguments& a, Work& work) {
     const bool in_place = r.out[0].data && r.out[0].data == r.x.data;
     r.may_be_dense = r.numel >= kWorthACopy && !in_place;
     const Geometry geometry = geometry_of(op, a, work);
-    const char* error = fused_act::run_cuda(op.index, r, geometry, cuda);
+    const char* error = fused_act::run_cuda(work.line, r, geometry, cuda);
     std::vector<Moved> moved;
     if (error == kWantsDense) {
       r.may_be_dense = false;
       moved = lay_out_densely(a, work, geometry);
-      error = fused_act::run_cuda(op.index, r, make_geometry(r), cuda);
+      error = fused_act::run_cuda(work.line, r, make_geometry(r), cuda);
     }
     std::vector<Spread> spread;
     if (error == kWantsDense && mode == Mode::coded_backward) {
       spread = spread_gradients(op, a, work);
-      error = fused_act::run_cuda(op.index, r, make_geometry(r), cuda);
+      error = fused_act::run_cuda(work.line, r, make_geometry(r), cuda);
     }
     TORCH_CHECK(!error, op.label(), ": CUDA kernel launch failed: ", error);
     for (const Moved& result : moved) result.to.copy_(result.from);

@@ -51,6 +51,10 @@ using Residual = Exact<Chain<Add, Add, Gelu>, Beside::axis>;
 using Crowded = Exact<Gated<Chain<Add, Gelu>, Chain<Add>>, Beside::axis, 0b101>;
 using Loose = Exact<Chain<Silu, MulOperand>, Beside::x>;
 using Pairwise = Exact<Gated<Chain<MinScalar, SiluScaled>, Chain<AbsClamp, AddOne>>, Beside::pairs>;
+using Among = Exact<Scaled<Gelu>, Beside::axis>;
+using Least = ops::min_bias_scale::Compiled;
+using Rectified = Exact<Chain<Add, Add, Relu>, Beside::axis>;
+using Steps = ops::relu_leaky_relu_gelu_sigmoid::Compiled;
 FLAT(Bias, 2, forward, uint32_t)
 FLAT(Bias, 4, forward, uint32_t)
 FLAT(Bias, 2, coded, uint32_t)
@@ -91,6 +95,14 @@ COLUMNS(Both, 4)
 COLUMNS(Residual, 2)
 COLUMNS(Crowded, 2)
 FLAT(Pairwise, 2, backward, uint32_t)
+SEVERAL(Among, 2, forward, uint32_t)
+SEVERAL(Among, 2, backward, uint32_t)
+ROWS(Among, 2)
+COLUMNS(Among, 2)
+SEVERAL(Least, 2, coded, uint32_t)
+SEVERAL(Rectified, 2, coded, uint32_t)
+SEVERAL(Steps, 2, forward, int64_t)
+SEVERAL(Steps, 2, backward, int64_t)
 }  // namespace fused_act
 """
 KERNELS_IN_PROGRAM = len(re.findall(r"^(?:FLAT|SEVERAL|SPREAD|ROWS|COLUMNS)\(", PROGRAM, re.MULTILINE))

@@ -718,11 +718,16 @@ FORMS = {
     "residual after": lambda act, x, b, s, u: act(x) + u,
     "gated": lambda act, x, b, s, u: act(x) * u,
     "gated with biases": lambda act, x, b, s, u: act(x + b) * (u + s),
+    "a bias, among numbers": lambda act, x, b, s, u: act(((x + b) * 1.5 / 3.0) - 0.25) * 0.75 + 0.5,
+    "less a bias": lambda act, x, b, s, u: act((x - b) / 3.0),
+    "less a residual": lambda act, x, b, s, u: act(x - u) * 1.7,
+    "among numbers, a bias at the end": lambda act, x, b, s, u: act(x * 1.5 + 0.5) * -2.0 + b,
+    "among numbers": lambda act, x, b, s, u: act(x / 3.0) * 1.7,
 }
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("act", ["relu", "silu", "gelu", "hardswish"])
+@pytest.mark.parametrize("act", ["relu", "silu", "gelu", "hardswish", "softplus"])
 @pytest.mark.parametrize("form", FORMS)
 def test_a_form_gives_what_its_steps_give(form, act, dtype, device):
     """forms.h: what is compiled for all of a chain, and the chain one step after the other, as it runs if something

@@ -513,6 +513,39 @@ def test_random_programs(seed, device):
                 torch.testing.assert_close(a, b, equal_nan=True, rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.parametrize("name", ["relu_bias", "hardsigmoid", "bias_act, clamped"])
+def test_a_third_derivative_is_what_autograd_gives(name, device):
+    """0, or where the gradient of the gradient is not used, that there is none."""
+    x, parameters, operands, _ = make(name, torch.float32, device)
+    leaf = x.nan_to_num().requires_grad_()
+    go = torch.randn_like(leaf).requires_grad_()
+    y = operator(name)(leaf, **parameters, **operands)
+    (first,) = torch.autograd.grad(y, leaf, go, create_graph=True)
+    (second,) = torch.autograd.grad(first, go, torch.randn_like(go).requires_grad_(), create_graph=True)
+    third = torch.autograd.grad(second.sum(), leaf, allow_unused=True, materialize_grads=True)[0]
+    assert first.requires_grad and not third.any()
+
+
+@cases.needs_cuda
+@pytest.mark.slow
+def test_rows_of_more_than_half_of_what_codes_have_indices_for():
+    """Columns that are folded: a row of them ends beyond 2^31."""
+    channels = 268_435_457
+    if torch.cuda.mem_get_info()[0] < 12 * 2**30:
+        pytest.skip("needs 12 GiB of free memory")
+    x = torch.randn(2, channels, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    bias = torch.zeros(channels, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    y = torch.ops.fused_act.relu_bias(x, bias)
+    (of_x, of_bias) = torch.autograd.grad(y, [x, bias], torch.ones_like(y))
+    assert torch.equal(of_x, (x > 0).to(x.dtype))
+    assert of_bias.shape == bias.shape and (of_bias == 2).all()
+    del y, of_x, of_bias
+    y = torch.ops.fused_act.bias_act(x, bias, "relu")
+    (of_x, of_bias) = torch.autograd.grad(y, [x, bias], torch.ones_like(y))
+    assert torch.equal(of_x, (x > 0).to(x.dtype))
+    assert torch.equal(of_bias, of_x[0] + of_x[1])
+
+
 def test_explain_tells_what_is_saved(capsys):
     def block(x, bias, residual):
         return torch.relu(F.leaky_relu(x + bias, 0.1) / 2.0 + residual)
@@ -530,10 +563,13 @@ STEP_FILE = cases.ROOT / "src" / "kernels" / "steps.h"
 def test_steps_of_few_slopes_say_so():
     """Of the activations that have kernels for their forms: few_slopes says which of these are for codes."""
     structs = re.split(r"^struct ", STEP_FILE.read_text(), flags=re.MULTILINE)[1:]
-    common = {struct.split()[0]: "few_slopes = true" in struct for struct in structs if "common = true" in struct}
-    assert len(common) >= 10 and sum(common.values()) >= 3
+    found = {s.split()[0]: "few_slopes = true" in s for s in structs if re.search("(common|few_slopes) = true", s)}
+    found |= {op.steps[0]: found.get(op.steps[0], False) for op in fused_act.ops() if len(op.steps) == 1}
+    assert len(found) >= 25 and sum(found.values()) >= 10
     x = example(SHAPE, torch.float32, "cpu").requires_grad_()
-    for step, few in common.items():
-        name = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", step).lower()
-        _, kept = saved_by(lambda: getattr(torch.ops.fused_act, name)(x))
+    for step, few in found.items():
+        if step == "Step":  # what all are made of says what few_slopes is
+            continue
+        program, scalars = encode([(step, None, STEPS[step][1][0])])
+        _, kept = saved_by(lambda: chain(x, [], program, scalars))
         assert [t.dtype for t in kept] == [torch.int32 if few else torch.float32], step

@@ -15,7 +15,7 @@ from oracle import assert_same
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fused_act
-from fused_act import functional
+from fused_act import _C, functional
 from fused_act._bench.cases import code_bits, make_cases
 from fused_act._program import encode
 
@@ -593,7 +593,10 @@ def test_a_frame_has_its_kernel(op):
             function(x, **arguments, **kind)
         torch.cuda.synchronize()
     names = [e.name for e in profile.events() if re.search("fused_act::\\w+_kernel", e.name)]
-    assert len(names) == len(calls) and all(re.search("Framed|Exact", name) for name in names), names
+    assert len(names) == len(calls), names
+    for name, (_, arguments) in zip(names, calls):  # silu alone is a line
+        alone = not op.packing and not any(map(torch.is_tensor, arguments.values()))
+        assert re.search("Chain<fused_act::Silu>" if alone else "Framed|Exact", name), names
 
 
 FORMS = {
@@ -731,6 +734,15 @@ def test_sums_over_columns_of_what_no_code_tells(residual, rows, channels, dtype
     assert torch.equal(got[1].cpu(), expected.sum(0).to(dtype))
 
 
+ADD, SUB, GELU = ("Add", ("operand", 0), ()), ("Sub", ("operand", 0), ()), ("Gelu", None, ())
+
+
+def chain_along(x, p, dim, *steps):
+    shape = [1] * x.dim()
+    shape[dim] = -1
+    return torch.ops.fused_act.chain(x, [p.reshape(shape)], *encode(steps))
+
+
 # What stands beside x, by name, along which axis; each of a tensor x, one as large and operands of the axis, p and q.
 REPEATED = {
     "bias": lambda x, r, p, q, dim: functional.bias_act(x, p, "gelu", dim=dim),
@@ -744,6 +756,12 @@ REPEATED = {
     "gate with relu": lambda x, r, p, q, dim: functional.gated(x, r, "relu", p, q, dim=dim),
     "gate of hardswish": lambda x, r, p, q, dim: functional.gated(x, r, "hardswish", p, q, dim=dim),
     "as large as x": lambda x, r, p, q, dim: functional.bias_act(x, r, "silu"),
+    "among numbers": lambda x, r, p, q, dim: chain_along(x, p, dim, SUB, GELU, ("Mul", None, (1.7,))),
+    "at the end": lambda x, r, p, q, dim: chain_along(x, p, dim, ("Mul", None, (0.5,)), GELU, ADD),
+    "codes of two bits": lambda x, r, p, q, dim: functional.min_bias_scale(x, 0.25, p, 2.0, dim=dim),
+    "codes, a residual and a bias": lambda x, r, p, q, dim: functional.add_act(x, r, "relu", bias=p, dim=dim),
+    "codes, a residual after": lambda x, r, p, q, dim: functional.act_add(x, r, "leaky_relu", bias=p, dim=dim),
+    "codes alone": lambda x, r, p, q, dim: functional.softshrink(x),
 }
 
 
@@ -758,6 +776,7 @@ REPEATED = {
         ((40, 1050000), "contiguous", 1),
         ((1, 20, 1320, 1600), "contiguous", 1),  # none
         ((700, 300, 200), "pitched", 2),
+        ((7, 24, 543, 512), "pitched pixels", 1),
     ],
     ids=str,
 )
@@ -769,6 +788,9 @@ def test_large_tensors_give_what_their_parts_give(name, shape, layout, dim, dtyp
         torch.manual_seed(seed)
         wide = (*shape[:-1], shape[-1] + 8) if layout == "pitched" else shape
         t = torch.randn(wide, device="cuda", dtype=dtype)[..., : shape[-1]]
+        if layout == "pitched pixels":
+            pixels = torch.empty(shape[0], *shape[2:], shape[1] + 8, device="cuda", dtype=dtype)[..., : shape[1]]
+            return pixels.permute(0, 3, 1, 2).copy_(t)
         return t.contiguous(memory_format=torch.channels_last) if layout == "channels_last" else t
 
     x, r = make(0), make(1)
@@ -793,6 +815,70 @@ def test_large_tensors_give_what_their_parts_give(name, shape, layout, dim, dtyp
         of_rows = REPEATED[name](x, r, p, q, 0)
         assert torch.equal(of_rows, y)
         assert torch.equal(torch.autograd.grad(of_rows, x, y)[0], grad)
+
+
+def kernels_of(function):
+    with torch.profiler.profile() as profile:
+        function()
+        torch.cuda.synchronize()
+    names = [e.name for e in profile.events() if re.search(r"fused_act::\w+_kernel", e.name)]
+    return [name for name in names if "finish_kernel" not in name]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
+@pytest.mark.parametrize("act", ["gelu", "silu", "tanh", "mish", "hardswish", "softplus", "elu", "softsign"])
+def test_what_stands_among_numbers_is_not_interpreted(act, memory_format, dtype):
+    f = getattr(torch.nn.functional, act, torch.tanh)
+    x = torch.randn(4, 8, 32, 32, device="cuda", dtype=dtype).contiguous(memory_format=memory_format).requires_grad_()
+    b = torch.randn(8, 1, 1, device="cuda", dtype=dtype, requires_grad=True)
+    for function in (
+        lambda x, b: f(x * 0.5 - 0.25) * 1.7,
+        lambda x, b: f((x + b) / 3) + 0.5,
+        lambda x, b: f(x - b) * 1.7,
+        lambda x, b: f(x * 0.5) * 1.7 + b,
+    ):
+        fused = fused_act.fuse(function)
+        for used in ([x], [x, b]):
+            y = fused(x, b)
+            names = kernels_of(lambda: torch.autograd.grad(y, used, y.detach(), allow_unused=True))
+            assert len(names) == 1 and "Scaled" in names[0], names
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("line", [op for op in fused_act.ops() if op.steps], ids=lambda op: op.name)
+def test_a_chain_that_is_a_line_has_its_kernels(line, dtype):
+    chosen = cases.some_scalars(line) | ({"min_val": -1.0} if line.name == "hardtanh" else {})
+    params = cases.make_params(line, (4, 8, 32, 33), dtype, "cuda", chosen=chosen)
+    given = [params[p.name] for p in line.parameters if p.kind == "scalar"]
+    absent = [oracle.NEUTRAL.get(p.name) for p in line.parameters if p.kind == "scalar"]
+    scalars = iter(a if value is None else value for value, a in zip(given, absent))
+    operands = [params[name] for name in cases.operands(line)]
+    steps, taken = [], 0
+    for name in line.steps:
+        kinds = dict(_C._steps)[name]
+        source = ("operand", taken) if "T" in kinds else None
+        taken += source is not None
+        steps.append((name, source, tuple(next(scalars) for _ in range(kinds.count("f")))))
+    x = cases.filled((4, 8, 32, 33), dtype, line).cuda()
+    seen = []
+    for function in (
+        lambda x, *operands: call(line, x, params | dict(zip(cases.operands(line), operands))),
+        lambda x, *operands: torch.ops.fused_act.chain(x, [o.reshape(-1, 1, 1) for o in operands], *encode(steps)),
+    ):
+        leaves = [t.detach().requires_grad_() for t in (x, *operands)]
+        results = []
+
+        def train(function=function, leaves=leaves, results=results):
+            y = function(*leaves)
+            results.extend([y.detach(), *torch.autograd.grad(y, leaves, torch.ones_like(y))])
+
+        train()
+        seen.append((kernels_of(train), results))
+    (names, results), (of_chain, results_of_chain) = seen
+    assert names == of_chain and not any("Program" in name for name in names)
+    for a, b in zip(results, results_of_chain, strict=True):
+        assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

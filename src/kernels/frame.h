@@ -1,7 +1,7 @@
 // An activation and what models put around it, for kernels that are compiled for the activation and learn at run time
 // which of the rest there is:
 //
-//   y = min((x * a + b + c) * f / q + o, m)
+//   y = min((x * a +- b + c) * f / q + o, m)
 //   y = clamp(activation(y)^(1 or 2) * gain + p, -l, l)
 //   y * (clamp(d + e, -l, l) + 1)   or   y * c   or   y + c
 //
@@ -20,7 +20,7 @@ namespace fused_act {
 struct Frame {
   // What may stand around an activation, in this order, each at most once.
   enum Place {
-    scale, bias, addend, factor, divisor, offset, cap, activation, square, gain, shift, limit,
+    scale, bias, less, addend, factor, divisor, offset, cap, activation, square, gain, shift, limit,
     gate, gate_bias, gate_limit, gate_one, product, sum, places
   };
   static constexpr uint8_t kNone = 255;
@@ -32,7 +32,8 @@ struct Frame {
   // Which operand of the frame a place takes, and which is the first of its scalars in a kernel: known when that is
   // compiled.
   FUSED_ACT_FN static constexpr int operand_of(Place place) {
-    return place == scale ? 0 : place == bias ? 1 : place == gate_bias ? 3 : 2;  // addend, gate, product and sum
+    // 2: addend, gate, product and sum
+    return place == scale ? 0 : place == bias || place == less ? 1 : place == gate_bias ? 3 : 2;
   }
   static constexpr int kLarge = 2;  // the operand that is mostly as large as x
   static constexpr uint32_t kLargePlaces = 1u << addend | 1u << gate | 1u << product | 1u << sum;
@@ -76,9 +77,10 @@ struct Framed {
     // Where one step is common and its neighbours are not, it has a branch of its own: of a step that is absent the compiler
     // leaves predicated instructions, one an element. gelu in float32 has room for none of them.
     const auto any = [&](auto... place) { return (frame.present & ((1u << place) | ...)) != 0; };
-    if (any(Frame::scale, Frame::addend)) {
+    if (any(Frame::scale, Frame::less, Frame::addend)) {
       take(MulOperand{}, Frame::scale, x);
       take(Add{}, Frame::bias, x);
+      take(Sub{}, Frame::less, x);
       take(Add{}, Frame::addend, x);
     } else {
       take(Add{}, Frame::bias, x);
@@ -155,7 +157,7 @@ inline bool match_frame(const Program& program, Frame& frame, Code& activation) 
     return true;
   };
   take(Code::MulOperand, Frame::scale);
-  if (take(Code::Add, Frame::bias)) take(Code::Add, Frame::addend);
+  if (take(Code::Sub, Frame::less) || take(Code::Add, Frame::bias)) take(Code::Add, Frame::addend);
   take(Code::Mul, Frame::factor);
   take(Code::Div, Frame::divisor);
   take(Code::Shift, Frame::offset);

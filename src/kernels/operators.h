@@ -122,6 +122,14 @@
     "r = relu(x); r * clamp((r + 3) / 6, 0, 1)",                                                                       \
     "KernelBench: Conv2d, ReLU, HardSwish",                                                                            \
     Relu, HardswishWritten)                                                                                            \
+  OPERATOR(mish_mish, "Tensor x",                                                                                      \
+    "F.mish(F.mish(x))",                                                                                               \
+    "KernelBench: Conv2d, Mish, Mish",                                                                                 \
+    Mish, Mish)                                                                                                        \
+  OPERATOR(relu_leaky_relu_gelu_sigmoid, "Tensor x, float negative_slope=0.01",                                        \
+    "torch.sigmoid(F.gelu(F.leaky_relu(relu(x), negative_slope)))",                                                    \
+    "KernelBench: Conv3d, ReLU, LeakyReLU, GELU, Sigmoid",                                                             \
+    Relu, LeakyRelu, Gelu, Sigmoid)                                                                                    \
   OPERATOR(relu_bias, "Tensor x, Tensor bias, int dim=1",                                                              \
     "relu(x) + bias",                                                                                                  \
     "KernelBench: Conv2d, ReLU, bias",                                                                                 \

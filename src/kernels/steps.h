@@ -82,6 +82,7 @@ struct Relu6 : Step {
 };
 
 struct Hardtanh : Step {
+  static constexpr bool few_slopes = true;
   static constexpr const char* parameters = "ff";
   static constexpr const char* gradient = "hardtanh: 0 at either bound";
   FUSED_ACT_FN static bool derivative_from_output(const double* s) {
@@ -95,6 +96,7 @@ struct Hardtanh : Step {
 };
 
 struct Clamp : Step {
+  static constexpr bool few_slopes = true;
   static constexpr const char* parameters = "ff";
   static constexpr const char* gradient = "clamp: 1 at either bound";
   static constexpr double no_bounds[] = {-__builtin_inf(), __builtin_inf()};
@@ -126,6 +128,7 @@ struct MinScalar : Step {
 };
 
 struct Threshold : Step {
+  static constexpr bool few_slopes = true;
   static constexpr const char* parameters = "ff";
   static constexpr const char* gradient = "threshold: 0 at the threshold";
   FUSED_ACT_FN static bool derivative_from_output(const double* s) {
@@ -138,6 +141,7 @@ struct Threshold : Step {
 };
 
 struct FatRelu : Step {
+  static constexpr bool few_slopes = true;
   static constexpr const char* parameters = "f";
   static constexpr const char* gradient = "threshold: 0 at the threshold";
   FUSED_ACT_FN static bool derivative_from_output(const double* s) { return s[0] >= 0; }
@@ -149,6 +153,7 @@ struct FatRelu : Step {
 };
 
 struct Hardshrink : Step {
+  static constexpr bool few_slopes = true;
   static constexpr const char* parameters = "f";
   static constexpr const char* gradient = "hardshrink: 0 at +-lambd";
   FUSED_ACT_FN static bool derivative_from_output(const double* s) { return s[0] >= 0; }
@@ -159,6 +164,7 @@ struct Hardshrink : Step {
 };
 
 struct Softshrink : Step {
+  static constexpr bool few_slopes = true;
   static constexpr const char* parameters = "f";
   static constexpr const char* gradient = "softshrink: 0 at +-lambd";
   static const char* wrong(const double* s) { return s[0] >= 0 ? nullptr : "lambd must be at least 0"; }

@@ -498,6 +498,7 @@ void run(const Op& op, const Request& r, const Geometry& geometry, const CpuRang
   for (int k = 0; k < operands; ++k) {
     int given = k;
     if constexpr (kExact<Op>) given = op.operand_from(k);
+    if (given < 0) continue;  // the form has none
     const auto& from = r.operand[given];
     operand[k].open(from.data, from.dtype, geometry, kOperand + given, range.begin, static_cast<C>(from.value));
     if constexpr (directions)
@@ -510,7 +511,7 @@ void run(const Op& op, const Request& r, const Geometry& geometry, const CpuRang
   for (int s = 0; s < Op::kScalars; ++s) {
     int given = s;
     if constexpr (kExact<Op>) given = op.scalar_from(s);
-    scalars[s] = Scalar<C>::of(static_cast<C>(r.scalars[given]));
+    if (given >= 0) scalars[s] = Scalar<C>::of(static_cast<C>(r.scalars[given]));
   }
   std::conditional_t<mode == Mode::coded, CodeWriter, const Request&> codes(r);
   constexpr int64_t kRegister = at::vec::Vectorized<C>::size() * (Number::kRows ? kSideBySide : 1);

@@ -18,7 +18,8 @@ template <class Op, int bytes>
 bool launch_exact(const Request& r, const Geometry& geometry, const Cuda& cuda, const char** error) {
   Op op;
   if (!op.matches(r.program)) return false;
-  if (r.mode == Mode::forward) return launch_if_fits<bytes, Mode::forward>(op, r, geometry, cuda, error);
+  if constexpr (kHasForward<Op, bytes>)
+    if (r.mode == Mode::forward) return launch_if_fits<bytes, Mode::forward>(op, r, geometry, cuda, error);
   constexpr Mode training = Op::kCoded ? Mode::coded : Mode::backward;
   return r.mode == training && launch_if_fits<bytes, training>(op, r, geometry, cuda, error);
 }

@@ -285,13 +285,13 @@ class Launcher {
     }
   }
   // Whether the operands that the kernels that sum are compiled for lie along the axis of the sums, in columns as whole vectors,
-  // and no others have sums.
+  // or are not read, and no others have sums.
   bool knows_operands() const {
     for (int k = 0; k < O; ++k) {
       const bool along = kAlong<Op> >> k & 1;
       if (kAlong<Op> && !along && plan_[k] == Plan::fused) return false;
-      if (!along) continue;
       const OperandArg<C>& o = args_.operand[k];
+      if (!along || o.access == Access::constant) continue;
       if (!o.is_along_axis() || o.inner != main_.inner || o.channels != main_.channels) return false;
       const bool whole = o.access == Access::dense && o.channels % kElements == 0 && o.dtype == request_.dtype;
       if (main_.inner == 1 && !whole) return false;
@@ -382,11 +382,12 @@ class Launcher {
     const int64_t most = numel / (block * tuning::several_blocks<Op>(mode, bytes));
     const int64_t times = std::min<int64_t>(tuning::several<Op>(mode, bytes), most);
     if (times < 2) return 0;
+    if (mode == Mode::coded && numel % (4 * kCodeWord)) return 0;  // where there are codes of no elements, flat_kernel writes them
     const OperandArg<C>* along = nullptr;
-    bool one_axis = true, planes = true;
+    bool one_axis = true, planes = kSurrounded<Op>;
     for (int k = 0; k < O; ++k) {
       const OperandArg<C>& o = args_.operand[k];
-      if (!(kAlong<Op> >> k & 1) || o.access == Access::constant || o.access == Access::scalar) continue;
+      if (!(kHeld<Op> >> k & 1) || o.access == Access::constant || o.access == Access::scalar) continue;
       one_axis &= o.access != Access::full && (!along || o.axis == along->axis);
       planes &= o.access == Access::row;
       along = &o;
