@@ -236,3 +236,13 @@ def test_documentation_of_the_class(op):
     signature = inspect.signature(cls)
     for p in op.parameters:
         assert p.name in signature.parameters or p.kind == "operand"
+
+
+def test_wrong_arguments_are_named_when_a_module_is_made():
+    with pytest.raises(TypeError, match="fused_act.nn.AddAct: num_features is 'relu', but must be a number"):
+        fused_act.nn.AddAct(4, "relu")
+    with pytest.raises(TypeError, match="fused_act.nn.ReLUBias: num_features is 4.5"):
+        fused_act.nn.ReLUBias(4.5)
+    with pytest.raises(ValueError, match="fused_act.nn.Gated: there is no activation 'swish'; there are linear, relu, "):
+        fused_act.nn.Gated("swish")
+    assert "act='linear'" in repr(fused_act.nn.BiasAct())

@@ -46,6 +46,15 @@ class _Pointwise(torch.nn.Module):
             shown.append("inplace=True")
         return ", ".join(shown)
 
+    def _check(self, num_features: object = None, act: str = "linear") -> None:
+        """What the call of the operator, or the tensor of the parameter, would say later and less clearly."""
+        name = f"fused_act.nn.{type(self).__name__}"
+        if num_features is not None and (not isinstance(num_features, int) or num_features < 0):
+            raise TypeError(f"{name}: num_features is {num_features!r}, but must be a number of elements")
+        known = ["linear", *(op.name for op in OPERATORS if op.is_activation)]
+        if act not in known:
+            raise ValueError(f"{name}: there is no activation {act!r}; there are {', '.join(known)}")
+
     def reset_parameters(self) -> None:
         """Sets every operand to zero, and ``scale`` to one."""
         for p in _parameters(self._operator):
@@ -76,6 +85,10 @@ def _source(op: Operator) -> str:
     parameters = _parameters(op)
     arguments = [annotated(p) for p in others]
     body = ["super().__init__()", *(f"self.{p.name} = {p.name}" for p in others)]
+    checked = ["num_features=num_features"] if parameters else []
+    checked += [f"act={p.name}" for p in others if p.kind == "activation"]
+    if checked:
+        body.append(f"self._check({', '.join(checked)})")
     if parameters:
         optional = all(p.optional for p in parameters)
         arguments.insert(0, "num_features: int | None = None" if optional else "num_features: int")

@@ -8,9 +8,11 @@ HEADER = """\
 
 Written by `python -m fused_act operators` from the table of the library. Every operator exists as
 `torch.ops.fused_act.NAME`, as `fused_act.functional.NAME`, as `fused_act._C.NAME` and as a module in `fused_act.nn`;
-those with "yes" have a variant `NAME_` that overwrites its first tensor. What is None is left out.
-`activation(act, x, alpha)` is the activation of that name, of which alpha is the first parameter; the names are
-`linear` and those of all operators with "yes" in the last column. No gain is applied unless one is given.
+those with "yes" have a variant `NAME_` that overwrites its first tensor. What is None is left out. `activation(act,
+x, alpha)` is the activation of that name, of which alpha is the first parameter; the names are `linear` and those of
+all operators with "yes" in the last column. No gain is applied unless one is given. An operand of one dimension and
+more than one element lies along `dim`, whichever that is; any other broadcasts as PyTorch does it, without enlarging
+the result.
 
 | operator | equals | gradient at kinks and ties | comes from, replaces | module | in place | activation |
 | --- | --- | --- | --- | --- | --- | --- |
@@ -29,6 +31,13 @@ operand. A source is {none} where the step takes none, 0 to {last_operand} for a
 for a slot. Code {save} saves the value to a slot, code {load} replaces it by an operand or a slot; others are below.
 `scalars` has the scalars of all steps, in order. There can be {steps} steps, {operands} operands, {slots} slots and
 {scalars} scalars. What is wrong with a program is a ValueError.
+
+`("Mul", None, (2.0,)), ("Gelu", None, ()), ("Add", ("operand", 0), ())` is `gelu(x * 2) + operands[0]`:
+`fused_act._program.encode` makes a program and its scalars of that. In the table "o" is a step that takes an operand,
+and with one (`v` is the value before, `o` the operand, `a` the scalar) `Sub` is `v - o`, `Rsub` `o - v`, `Shift` `v +
+a`, `RsubScalar` `a - v`, `AbsClamp` `clamp(v, -a, a)`, `MinScalar` and `MaxScalar` `clamp` to `a` from above and
+below, `Min` the same with the derivative of `torch.minimum`, `SiluScaled` `v * sigmoid(a * v)`, `HardswishWritten` `v
+* clamp((v + 3) / 6, 0, 1)`, `Where` `torch.where(o != 0, v, a)` and `WhereNot` `torch.where(o != 0, a, v)`.
 
 | code | step | operand | scalars |
 | --- | --- | --- | --- |
