@@ -934,10 +934,54 @@ void run_meta(const Operator& op, Mode mode, const c10::OperatorHandle&, c10::Di
   push(stack, count_arguments(op, mode), allocate(op, mode, a));
 }
 
+// Whether two elements of a tensor lie at one place: whether indices that differ can have an offset of 0 between them. (PyTorch says
+// no more of windows as as_strided makes them than that it is too hard to say.) Where the search would not end, no, as eager.
+bool overlaps(const at::Tensor& t) {
+  if (t.is_non_overlapping_and_dense() || t.numel() < 2) return false;
+  struct Dimension {
+    int64_t stride, last;  // of an index
+    int64_t reach;         // the offset of all lasts of this and of those of smaller strides
+  };
+  std::vector<Dimension> dims;
+  for (int64_t d = 0; d < t.dim(); ++d)
+    if (t.size(d) > 1) dims.push_back({t.stride(d), t.size(d) - 1, 0});
+  std::sort(dims.begin(), dims.end(), [](const Dimension& a, const Dimension& b) { return a.stride < b.stride; });
+  int64_t reach = 0;
+  bool apart = true;  // each stride is beyond all that those before it reach
+  for (Dimension& d : dims) {
+    apart &= d.stride > reach;
+    d.reach = reach += d.stride * d.last;
+  }
+  if (apart) return false;
+  int budget = 1 << 16;
+  // Whether differences of the first `count` dimensions can sum to -offset, not all of them 0 where none was so far.
+  std::function<bool(size_t, int64_t, bool)> meets = [&](size_t count, int64_t offset, bool differs) -> bool {
+    if (count == 0) return offset == 0 && differs;
+    const Dimension& d = dims[count - 1];
+    if (std::abs(offset) > d.reach || --budget <= 0) return false;
+    if (d.stride == 0) return meets(count - 1, offset, true);
+    const int64_t rest = d.reach - d.stride * d.last;
+    const int64_t low = std::max(differs ? -d.last : 0, -(offset + rest) / d.stride);
+    const int64_t high = std::min(d.last, (rest - offset) / d.stride);
+    for (int64_t n = low; n <= high && budget > 0; ++n)
+      if (meets(count - 1, offset + n * d.stride, differs || n)) return true;
+    return false;
+  };
+  return meets(dims.size(), 0, false);
+}
+
+// Before x is written to. What has sizes that are not known yet is checked when it runs.
+void check_overlap(const Operator& op, const at::Tensor& x) {
+  if (x.unsafeGetTensorImpl()->has_symbolic_sizes_strides()) return;
+  TORCH_CHECK(!overlaps(x), op.label(), "_: elements of ", op.input, " share memory (shape ", x.sizes(), ", strides ", x.strides(),
+              "), so it cannot be written in place");
+}
+
 void run_meta_in_place(const Operator& op, Mode mode, const c10::OperatorHandle&, c10::DispatchKeySet,
                        torch::jit::Stack* stack) {
   const Arguments a = unpack(op, mode, *stack);
   check_on_meta(op, mode, a);
+  check_overlap(op, a.x);
   push(stack, count_arguments(op, mode), {a.x});
 }
 
@@ -1183,6 +1227,7 @@ void prepare(const Operator& op, Mode mode, const Arguments& a, Work& work, bool
 // there is a direction, one after the other; work.place says which.
 void prepare_decoding(const Operator& op, Mode mode, const Arguments& a, Work& work, bool cuda) {
   Request& r = work.request;
+  work.line = op.index;
   const int64_t dims = a.x.dim();
   work.rows.reserve((4 * kMaxOperands + 12) * dims);
   r.mode = mode;
@@ -1479,49 +1524,12 @@ void run(const Operator& op, Mode mode, const c10::OperatorHandle&, c10::Dispatc
   push(stack, count_arguments(op, mode), std::move(work.out));
 }
 
-// Whether two elements of a tensor lie at one place: whether indices that differ can have an offset of 0 between them. (PyTorch says
-// no more of windows as as_strided makes them than that it is too hard to say.) Where the search would not end, no, as eager.
-bool overlaps(const at::Tensor& t) {
-  if (t.is_non_overlapping_and_dense() || t.numel() < 2) return false;
-  struct Dimension {
-    int64_t stride, last;  // of an index
-    int64_t reach;         // the offset of all lasts of this and of those of smaller strides
-  };
-  std::vector<Dimension> dims;
-  for (int64_t d = 0; d < t.dim(); ++d)
-    if (t.size(d) > 1) dims.push_back({t.stride(d), t.size(d) - 1, 0});
-  std::sort(dims.begin(), dims.end(), [](const Dimension& a, const Dimension& b) { return a.stride < b.stride; });
-  int64_t reach = 0;
-  bool apart = true;  // each stride is beyond all that those before it reach
-  for (Dimension& d : dims) {
-    apart &= d.stride > reach;
-    d.reach = reach += d.stride * d.last;
-  }
-  if (apart) return false;
-  int budget = 1 << 16;
-  // Whether differences of the first `count` dimensions can sum to -offset, not all of them 0 where none was so far.
-  std::function<bool(size_t, int64_t, bool)> meets = [&](size_t count, int64_t offset, bool differs) -> bool {
-    if (count == 0) return offset == 0 && differs;
-    const Dimension& d = dims[count - 1];
-    if (std::abs(offset) > d.reach || --budget < 0) return false;
-    if (d.stride == 0) return meets(count - 1, offset, true);
-    const int64_t rest = d.reach - d.stride * d.last;
-    const int64_t low = std::max(differs ? -d.last : 0, -(offset + rest) / d.stride);
-    const int64_t high = std::min(d.last, (rest - offset) / d.stride);
-    for (int64_t n = low; n <= high; ++n)
-      if (meets(count - 1, offset + n * d.stride, differs || n)) return true;
-    return false;
-  };
-  return meets(dims.size(), 0, false);
-}
-
 template <void (*run_on_device)(const Operator&, Mode, const Arguments&, Work&)>
 void run_in_place(const Operator& op, Mode mode, const c10::OperatorHandle&, c10::DispatchKeySet,
                   torch::jit::Stack* stack) {
   const Arguments a = unpack(op, mode, *stack);
   check_tensors(op, mode, a);
-  TORCH_CHECK(!overlaps(a.x), op.label(), "_: elements of ", op.input,
-              " share memory (shape ", a.x.sizes(), ", strides ", a.x.strides(), "), so it cannot be written in place");
+  check_overlap(op, a.x);
   Work work;
   work.out = {a.x};
   run_on_device(op, mode, a, work);
@@ -1532,6 +1540,7 @@ void run_in_place(const Operator& op, Mode mode, const c10::OperatorHandle&, c10
 void run_functionalized(const Operator& op, Mode mode, const c10::OperatorHandle&, c10::DispatchKeySet,
                         torch::jit::Stack* stack) {
   const Arguments a = unpack(op, mode, *stack);
+  check_overlap(op, a.x);
   a.x.copy_(call(op, mode, a)[0]);
   push(stack, count_arguments(op, mode), {a.x});
 }

@@ -438,6 +438,10 @@ def test_in_place_in_windows(sizes, strides, device):
     if len(set(places)) < len(places):
         with pytest.raises(RuntimeError, match="share memory"):
             functional.relu_(memory.as_strided(sizes, strides))
+        with pytest.raises(RuntimeError, match="share memory"):
+            functional.relu_(torch.empty(101, device="meta").as_strided(sizes, strides))
+        with pytest.raises(RuntimeError, match="share memory"):
+            torch.func.functionalize(functional.relu_)(memory.as_strided(sizes, strides))
         assert torch.equal(memory, before)
         return
     functional.relu_(memory.as_strided(sizes, strides))

@@ -379,6 +379,38 @@ def test_zero_dimensional_cpu_operand(operand_op, dtype):
         assert all(g.device.type == "cpu" for g in actual[2:])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
+@pytest.mark.parametrize("act", ["gelu", "relu", "hardswish"])
+@pytest.mark.parametrize("op", [op for op in fused_act.ops() if len(cases.operands(op)) > 1], ids=lambda op: op.name)
+def test_a_number_on_the_cpu_beside_a_vector_whose_gradient_is_summed(op, act, memory_format, dtype):
+    """As a vector of that number is."""
+    shape = (4, 16, 12, 12)
+
+    def make(*size):
+        return torch.randn(*size, device="cuda").to(dtype)
+
+    x = make(*shape).contiguous(memory_format=memory_format)
+    vectors = [p.name for p in op.parameters if p.kind == "operand" and not p.is_input]
+    large = {
+        p.name: make(*shape).contiguous(memory_format=memory_format)
+        for p in op.parameters
+        if p.kind == "operand" and p.is_input
+    }
+    kind = {p.name: act for p in op.parameters if p.kind == "activation"} | {"dim": 1}
+    for number in vectors:
+        others = {name: make(16) for name in vectors if name != number}
+        results = []
+        for value in (torch.tensor(0.75), torch.full((16,), 0.75, device="cuda", dtype=dtype)):
+            leaves = {n: t.detach().requires_grad_() for n, t in ({"": x} | large | others).items()}
+            given = {n: t for n, t in leaves.items() if n} | {number: value} | kind
+            y = getattr(torch.ops.fused_act, op.name)(leaves[""], **given)
+            results.append([y, *torch.autograd.grad(y, list(leaves.values()), torch.ones_like(y))])
+        for a, b in zip(*results, strict=True):
+            assert a.shape == b.shape and not (a.shape == x.shape and not a.any())
+            torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2)
+
+
 def test_zero_dimensional_x_on_the_cpu_with_a_cuda_operand(operand_op):
     """Eager moves such an x to the GPU; here it is that or an error that names both, never a wrong read."""
     params = dict(cases.some_scalars(operand_op))

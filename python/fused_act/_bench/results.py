@@ -28,7 +28,9 @@ def save(document: dict, path: Path) -> None:
     for key in ("rows", "skipped"):
         lines = ",\n".join(json.dumps(row) for row in document[key])
         parts.append(f'"{key}": [\n{lines}\n]')
-    path.write_text("{\n" + ",\n".join(parts) + "\n}\n")
+    unfinished = path.with_name(f"{path.name}.part")  # a run may be stopped while it writes
+    unfinished.write_text("{\n" + ",\n".join(parts) + "\n}\n")
+    unfinished.replace(path)
 
 
 def load(path: Path) -> dict:

@@ -1232,7 +1232,11 @@ struct ColumnSums : SumsAlong<along> {
   __device__ __forceinline__ void hold(const A& a, int64_t column) {
 #pragma unroll
     for (int k = 0; k < O; ++k) {
-      if (!holds(k) || !a.operand[k].data) continue;
+      if (!holds(k)) continue;
+      if (!a.operand[k].data) {  // a value from the host beside another operand; one alone is not read
+        if constexpr (!kKeepsBits) operand[k] = constant<Lanes<C, V>>(a.operand[k].value);
+        continue;
+      }
       const auto bits = load_bits<true, bytes, V>(a.operand[k].data, column);
       if constexpr (kKeepsBits) operand[k] = bits;
       if constexpr (!kKeepsBits) operand[k] = to_lanes(bits, a.dtype);

@@ -285,7 +285,7 @@ class Launcher {
     }
   }
   // Whether the operands that the kernels that sum are compiled for lie along the axis of the sums, in columns as whole vectors,
-  // or are not read, and no others have sums.
+  // or are no tensors that are read, and no others have sums.
   bool knows_operands() const {
     for (int k = 0; k < O; ++k) {
       const bool along = kAlong<Op> >> k & 1;
