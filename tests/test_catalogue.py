@@ -372,6 +372,21 @@ def test_in_place_through_transforms(name, device):
                 torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("name", ["silu", "mish_mish", "hardswish"])
+def test_in_place_tangents_of_tangents(name, device):
+    """Forward mode in forward mode is the second derivative along both directions."""
+    in_place, plain = getattr(functional, name + "_"), getattr(functional, name)
+    x, u, v = torch.randn(3, 12, device=device, dtype=torch.float64)
+
+    def inner(x):
+        return torch.func.jvp(lambda x: in_place(x * 1), (x,), (u,))[1]
+
+    hessian = torch.func.hessian(lambda x: plain(x).sum())(x)
+    got = torch.func.jvp(inner, (x,), (v,))[1]
+    torch.testing.assert_close(got, hessian.diagonal() * u * v, rtol=1e-12, atol=1e-12)
+    assert got.any()
+
+
 def test_in_place_modules_through_functional_call(device):
     model = torch.nn.Sequential(torch.nn.Linear(4, 5), nn.SiLU(inplace=True), torch.nn.Linear(5, 1)).to(device)
     plain = torch.nn.Sequential(model[0], torch.nn.SiLU(), model[2])
